@@ -1,0 +1,120 @@
+"""The manifest of an engine directory: what belongs to it, so that a damaged or foreign one never loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from trtllm_shadowkv import names
+from trtllm_shadowkv.errors import EngineError
+
+SCHEMA = 1
+_END_BYTES = 1 << 16
+_SMALL_BYTES = 8 << 20  # files up to this size are hashed whole whenever an engine is opened
+
+
+def package_version() -> str:
+    try:
+        return version("trtllm-shadowkv")
+    except PackageNotFoundError:  # run from a checkout
+        return "0+checkout"
+
+
+def _digest(path: Path, *, whole: bool) -> str:
+    """SHA-256 of a file, or of its size and its first and last 64 KiB."""
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        if whole:
+            while block := file.read(1 << 22):
+                sha.update(block)
+        else:
+            size = path.stat().st_size
+            sha.update(str(size).encode() + file.read(_END_BYTES))
+            file.seek(max(0, size - _END_BYTES))
+            sha.update(file.read(_END_BYTES))
+    return sha.hexdigest()
+
+
+def describe(directory: Path, *, gpu_architecture: str | None = None, tensorrt: str | None = None) -> dict[str, Any]:
+    """Manifest of the files now in ``directory`` (the manifest itself left out)."""
+    files = {}
+    for path in sorted(directory.iterdir()):
+        if path.name != names.MANIFEST_FILE:
+            files[path.name] = {
+                "bytes": path.stat().st_size,
+                "sha256": _digest(path, whole=True),
+                "ends_sha256": _digest(path, whole=False),
+            }
+    return {
+        "schema": SCHEMA,
+        "package_version": package_version(),
+        "plugin_version": names.PLUGIN_VERSION,
+        "tensorrt_version": tensorrt,
+        "gpu_architecture": gpu_architecture,
+        "files": files,
+    }
+
+
+def write(directory: Path, **kinds: str | None) -> None:
+    """Describe ``directory`` in its manifest file; ``kinds`` as :func:`describe`."""
+    text = json.dumps(describe(directory, **kinds), indent=2)
+    (directory / names.MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """The manifest of an engine directory.
+
+    Raises:
+        EngineError: no engine directory, no JSON, or another schema.
+    """
+    path = directory / names.MANIFEST_FILE
+    rebuild = "build the engine again: trtllm-shadowkv build"
+    if not directory.is_dir():
+        raise EngineError(f"{directory} is no directory", "an engine directory written by trtllm-shadowkv build")
+    if not path.is_file():
+        raise EngineError(f"{directory} has no {names.MANIFEST_FILE}", "an engine directory", rebuild)
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        schema, files = manifest["schema"], manifest["files"]
+        sound = isinstance(files, dict) and all(
+            isinstance(f["bytes"], int) and isinstance(f["sha256"], str) and isinstance(f["ends_sha256"], str)
+            for f in files.values()
+        )
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise EngineError(f"{path} cannot be read: {type(e).__name__}: {e}", "a manifest", rebuild) from e
+    if schema != SCHEMA:
+        raise EngineError(f"{directory} has schema {schema!r}", f"schema {SCHEMA} of this version", rebuild)
+    if not sound or any("/" in name or name in ("", ".", "..") for name in files):
+        raise EngineError(f"{path} lists no sound set of files", "a manifest", rebuild)
+    if manifest.get("plugin_version") != names.PLUGIN_VERSION:
+        raise EngineError(
+            f"{directory} was built for plugin version {manifest.get('plugin_version')!r}", names.PLUGIN_VERSION, rebuild
+        )
+    return manifest  # type: ignore[no-any-return]
+
+
+def check(directory: Path, *, whole: bool) -> dict[str, Any]:
+    """Compare every listed file with the manifest, and return the manifest.
+
+    Args:
+        whole: hash every byte (``verify``). Otherwise files over 8 MiB are judged by size and both ends, which is
+            what loading can afford.
+
+    Raises:
+        EngineError: a file is missing, of another size, or altered.
+    """
+    manifest = read(directory)
+    for name, listed in manifest["files"].items():
+        path = directory / name
+        if not path.is_file():
+            raise EngineError(f"{directory} lacks {name}", "every file of its manifest", "build the engine again")
+        size = path.stat().st_size
+        if size != listed["bytes"]:
+            raise EngineError(f"{path} has {size} bytes", str(listed["bytes"]), "build the engine again")
+        full = whole or size <= _SMALL_BYTES
+        if _digest(path, whole=full) != listed["sha256" if full else "ends_sha256"]:
+            raise EngineError(f"{path} was altered after the build", "the bytes its manifest names", "build it again")
+    return manifest

@@ -1,0 +1,220 @@
+"""The CPU executor: ONNX Runtime runs the engine's ONNX file, and its three ops call a state.
+
+ONNX Runtime's CPU provider has no bfloat16 and few float16 kernels, so 16-bit types and weights become float32 in
+memory. The ops are Python ops of onnxruntime-extensions. They are registered once a process and find the state of the
+run they belong to in a thread-local: ONNX Runtime calls the nodes of a sequential session on the thread that called
+``run``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, load
+from onnxruntime_extensions import PyOp, get_library_path, onnx_op
+
+from trtllm_shadowkv import names
+from trtllm_shadowkv.dtypes import to_dtype
+from trtllm_shadowkv.engine_directory import EngineDirectory
+from trtllm_shadowkv.errors import EngineError
+from trtllm_shadowkv.runtime.state import State
+
+_FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_current = threading.local()
+
+Array = NDArray[Any]
+
+
+def _call(op: Callable[[State], Any]) -> Any:
+    """Run an op on the state of this thread's run; keep its error, which ONNX Runtime would flatten to text."""
+    try:
+        return op(_current.state)
+    except BaseException as e:
+        _current.error = e
+        raise
+
+
+_ATTRIBUTES = {
+    **dict.fromkeys(names.ATTRIBUTES, PyOp.dt_int64),
+    "plugin_namespace": PyOp.dt_string,
+    "plugin_version": PyOp.dt_string,
+}
+
+
+@onnx_op(
+    op_type=f"{names.DOMAIN}::{names.LANDMARK_TOPK}",
+    inputs=[PyOp.dt_float, PyOp.dt_int32, PyOp.dt_int32],
+    outputs=[PyOp.dt_float, PyOp.dt_int32],
+    attrs=_ATTRIBUTES,
+)
+def _landmark_topk(qkv: Array, positions: Array, slots: Array, **attributes: Any) -> tuple[Array, Array]:
+    def op(state: State) -> tuple[Array, Array]:
+        tensors = torch.from_numpy(qkv), torch.from_numpy(positions), torch.from_numpy(slots)
+        q, selection = state.landmark_topk(attributes["layer"], *tensors)
+        return q.numpy(), selection.numpy()
+
+    return _call(op)  # type: ignore[no-any-return]
+
+
+@onnx_op(
+    op_type=f"{names.DOMAIN}::{names.KEY_RECONSTRUCT}",
+    inputs=[PyOp.dt_int32, PyOp.dt_int32],
+    outputs=[PyOp.dt_int32],
+    attrs=_ATTRIBUTES,
+)
+def _key_reconstruct(selection: Array, slots: Array, **attributes: Any) -> Array:
+    def op(state: State) -> Array:
+        tensors = torch.from_numpy(selection), torch.from_numpy(slots)
+        return state.key_reconstruct(attributes["layer"], *tensors).numpy()
+
+    return _call(op)  # type: ignore[no-any-return]
+
+
+@onnx_op(
+    op_type=f"{names.DOMAIN}::{names.SPARSE_ATTENTION}",
+    inputs=[PyOp.dt_float, PyOp.dt_int32, PyOp.dt_int32, PyOp.dt_int32],
+    outputs=[PyOp.dt_float],
+    attrs=_ATTRIBUTES,
+)
+def _sparse_attention(q: Array, selection: Array, ticket: Array, slots: Array, **attributes: Any) -> Array:
+    def op(state: State) -> Array:
+        tensors = [torch.from_numpy(a) for a in (q, selection, ticket, slots)]
+        return state.sparse_attention(attributes["layer"], *tensors).numpy()
+
+    return _call(op)  # type: ignore[no-any-return]
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+class OnnxCpuExecutor:
+    """Runs passes of one engine on the CPU.
+
+    Args:
+        engine: a checked engine directory with an ONNX file.
+        state: owner of keys and values; the ops of every pass work on it.
+        threads: for ONNX Runtime and for torch, which share the cores.
+
+    Raises:
+        EngineError: the directory has no ONNX file, or ONNX Runtime refuses it.
+    """
+
+    def __init__(self, engine: EngineDirectory, state: State, threads: int | None = None) -> None:
+        if not engine.has_onnx:
+            raise EngineError(
+                f"{engine.path} has no {names.ONNX_FILE}", "an ONNX graph for the CPU executor", "build without --engine-only"
+            )
+        self.engine, self.state = engine, state
+        self.threads = threads or usable_cores()
+        self.session = self._open()
+
+    def _open(self) -> onnxruntime.InferenceSession:
+        options = onnxruntime.SessionOptions()
+        options.register_custom_ops_library(get_library_path())
+        options.execution_mode = onnxruntime.ExecutionMode.ORT_SEQUENTIAL
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        # Spinning threads would take the cores from torch, which runs between ONNX Runtime's own nodes.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options.log_severity_level = 3
+        model = load(str(self.engine.path / names.ONNX_FILE), load_external_data=False)
+        external = _load_weights(model, self.engine)
+        _to_float32(model)
+        options.add_external_initializers(
+            list(external), [onnxruntime.OrtValue.ortvalue_from_numpy(a) for a in external.values()]
+        )
+        self._weights = external  # ONNX Runtime borrows their memory
+        try:
+            return onnxruntime.InferenceSession(
+                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as e:  # onnxruntime raises classes of its own without a common base
+            raise EngineError(f"ONNX Runtime refuses {self.engine.path}: {' '.join(str(e).split())[:400]}") from e
+
+    def context(self, slot: int, tokens: Sequence[int], start: int, is_last: bool, wanted: Sequence[int]) -> Array:
+        """One stretch of one prompt.
+
+        Args:
+            tokens: its token ids; the first has position ``start``.
+            is_last: it ends the prompt.
+            wanted: indices into ``tokens`` of the positions whose logits are returned.
+
+        Returns:
+            logits [len(wanted), vocab] float32.
+        """
+        self.state.begin_pass("context", [slot], start, len(tokens), is_last)
+        positions = np.arange(start, start + len(tokens), dtype=np.int32)
+        return self._run(np.asarray(tokens, np.int32), positions, np.asarray(wanted, np.int32) + 1, [slot])
+
+    def generation(self, slots: Sequence[int], tokens: Sequence[int]) -> Array:
+        """One token of every row; a slot of −1 is a padding row.
+
+        Returns:
+            logits [len(slots), vocab] float32.
+        """
+        self.state.begin_pass("generation", slots, 0, 1, False)
+        self.state.step_prologue()
+        positions = [0 if s < 0 else self.state.length(s) - 1 for s in slots]
+        last = np.arange(1, len(slots) + 1, dtype=np.int32)
+        return self._run(np.asarray(tokens, np.int32), np.asarray(positions, np.int32), last, slots)
+
+    def _run(self, tokens: Array, positions: Array, last: Array, slots: Sequence[int]) -> Array:
+        feeds = {
+            names.INPUT_IDS: tokens,
+            names.POSITION_IDS: positions,
+            names.LAST_TOKEN_IDS: np.asarray(last, np.int32),
+            names.SEQUENCE_SLOTS: np.asarray(slots, np.int32),
+        }
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        outer = getattr(_current, "state", None)
+        _current.state, _current.error = self.state, None
+        try:
+            with torch.inference_mode():
+                (logits,) = self.session.run([names.LOGITS], feeds)
+        except Exception:
+            if _current.error is not None:
+                raise _current.error from None
+            raise
+        finally:
+            _current.state, _current.error = outer, None
+        return logits  # type: ignore[no-any-return]
+
+
+def _load_weights(model: ModelProto, engine: EngineDirectory) -> dict[str, Array]:
+    """The external initializers as float32 arrays: mapped where they are float32 in the file, converted where not."""
+    path = engine.path / names.WEIGHTS_FILE
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    arrays: dict[str, Array] = {}
+    stored = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[engine.build.dtype]
+    for tensor in model.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            where = {e.key: e.value for e in tensor.external_data}
+            offset, length = int(where["offset"]), int(where["length"])
+            if where["location"] != names.WEIGHTS_FILE or offset + length > len(data):
+                raise EngineError(f"{names.ONNX_FILE} points outside {path}", todo="build the engine again")
+            array = data[offset : offset + length].view(stored).reshape(tuple(tensor.dims))
+            arrays[tensor.name] = to_dtype(array, engine.build.dtype, "float32", tensor.name)
+    return arrays
+
+
+def _to_float32(model: ModelProto) -> None:
+    """Turn every 16-bit type of the graph into float32."""
+    for tensor in model.graph.initializer:
+        if tensor.data_type in _FLOATS:
+            tensor.data_type = TensorProto.FLOAT
+    for value in (*model.graph.value_info, *model.graph.input, *model.graph.output):
+        if value.type.tensor_type.elem_type in _FLOATS:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i in _FLOATS:
+                attribute.i = TensorProto.FLOAT
