@@ -1,6 +1,7 @@
 # Chooses nvcc before enable_language(CUDA), and prepares CMake for the compiler that PyPI's wheels bring.
 #
-# In:  PIP_CUDA_ROOT, CMAKE_CUDA_COMPILER (cache or environment: CUDACXX), CUDA_HOME, CUDA_PATH, Python_EXECUTABLE
+# In:  PIP_CUDA_ROOT or CMAKE_CUDA_COMPILER (-D), the environment's PIP_CUDA_ROOT, CUDACXX, CUDA_HOME and CUDA_PATH,
+#      Python_EXECUTABLE
 # Out: TSK_CUDA_PROBLEM, empty where a compiler was chosen, else one line that says what is missing
 #
 # Order: what the user named, the wheels in the same site-packages, nvcc on PATH, /usr/local/cuda. A place that the user
@@ -8,52 +9,68 @@
 
 set(TSK_CUDA_PROBLEM "")
 
-# A cached compiler that has gone (another virtual environment) would stop CMake: look again.
-if(DEFINED CACHE{CMAKE_CUDA_COMPILER} AND NOT EXISTS "${CMAKE_CUDA_COMPILER}")
+# pip uses a build folder again and again: a compiler that was found, not named, is looked for anew.
+if(DEFINED TSK_FOUND_NVCC AND CMAKE_CUDA_COMPILER STREQUAL TSK_FOUND_NVCC)
   unset(CMAKE_CUDA_COMPILER CACHE)
-  file(REMOVE_RECURSE "${CMAKE_BINARY_DIR}/CMakeFiles/${CMAKE_VERSION}")
 endif()
 
-if(NOT PIP_CUDA_ROOT AND NOT "$ENV{PIP_CUDA_ROOT}" STREQUAL "")
-  set(PIP_CUDA_ROOT "$ENV{PIP_CUDA_ROOT}")
+set(root "${PIP_CUDA_ROOT}")
+set(nvcc "")
+if(NOT root AND NOT CMAKE_CUDA_COMPILER)
+  set(root "$ENV{PIP_CUDA_ROOT}")
 endif()
-if(PIP_CUDA_ROOT)
-  if(NOT EXISTS "${PIP_CUDA_ROOT}/bin/nvcc")
-    message(FATAL_ERROR "PIP_CUDA_ROOT is ${PIP_CUDA_ROOT}, which has no bin/nvcc; expected <site-packages>/nvidia/cu13")
+if(root)
+  if(NOT EXISTS "${root}/bin/nvcc")
+    message(FATAL_ERROR " PIP_CUDA_ROOT is ${root}, which has no bin/nvcc; expected <site-packages>/nvidia/cu13")
   endif()
-elseif(NOT CMAKE_CUDA_COMPILER AND "$ENV{CUDACXX}" STREQUAL "")
+elseif(NOT CMAKE_CUDA_COMPILER AND NOT "$ENV{CUDACXX}" STREQUAL "")
+  find_program(named "$ENV{CUDACXX}" NO_CACHE)
+  if(NOT named)
+    message(FATAL_ERROR " CUDACXX is $ENV{CUDACXX}, which is no program; correct it or unset it")
+  endif()
+  set(nvcc "${named}")
+elseif(NOT CMAKE_CUDA_COMPILER)
   foreach(variable CUDA_HOME CUDA_PATH)
-    if(NOT "$ENV{${variable}}" STREQUAL "" AND NOT CMAKE_CUDA_COMPILER)
-      if(NOT EXISTS "$ENV{${variable}}/bin/nvcc")
-        message(FATAL_ERROR "${variable} is $ENV{${variable}}, which has no bin/nvcc; correct it or unset it")
+    if(NOT nvcc AND NOT "$ENV{${variable}}" STREQUAL "")
+      set(nvcc "$ENV{${variable}}/bin/nvcc")
+      if(NOT EXISTS "${nvcc}")
+        message(FATAL_ERROR " ${variable} is $ENV{${variable}}, which has no bin/nvcc; correct it or unset it")
       endif()
-      set(CMAKE_CUDA_COMPILER "$ENV{${variable}}/bin/nvcc" CACHE FILEPATH "nvcc")
     endif()
   endforeach()
-  if(NOT CMAKE_CUDA_COMPILER)
+  if(NOT nvcc)
     execute_process(
       COMMAND "${Python_EXECUTABLE}" -c "import sysconfig; print(sysconfig.get_path('purelib'))"
       OUTPUT_VARIABLE site_packages OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
     if(EXISTS "${site_packages}/nvidia/cu13/bin/nvcc")
-      set(PIP_CUDA_ROOT "${site_packages}/nvidia/cu13")
+      set(root "${site_packages}/nvidia/cu13")
+    else()
+      find_program(nvcc_on_path nvcc PATHS /usr/local/cuda/bin NO_CACHE)
+      if(nvcc_on_path)
+        set(nvcc "${nvcc_on_path}")
+      else()
+        set(TSK_CUDA_PROBLEM "no CUDA compiler (nvcc) was found")
+      endif()
     endif()
   endif()
 endif()
 
-if(PIP_CUDA_ROOT)
+if(root)
+  set(nvcc "${root}/bin/nvcc")
   foreach(part nvvm/bin/cicc include/crt/host_config.h include/cuda_runtime.h include/cccl lib/libcudart_static.a)
-    if(NOT EXISTS "${PIP_CUDA_ROOT}/${part}")
-      set(TSK_CUDA_PROBLEM "${PIP_CUDA_ROOT} has nvcc but no ${part}: install all of requirements/cuda.txt")
+    if(NOT EXISTS "${root}/${part}")
+      set(TSK_CUDA_PROBLEM "${root} has nvcc but no ${part}: install all of requirements/cuda.txt")
     endif()
   endforeach()
-  set(CMAKE_CUDA_COMPILER "${PIP_CUDA_ROOT}/bin/nvcc" CACHE FILEPATH "nvcc of the PyPI wheels" FORCE)
   # nvcc.profile names lib64 but the wheels have lib: without this not even CMake's test of the compiler links.
-  string(APPEND CMAKE_CUDA_FLAGS " -L${PIP_CUDA_ROOT}/lib")
-elseif(NOT CMAKE_CUDA_COMPILER AND "$ENV{CUDACXX}" STREQUAL "")
-  find_program(TSK_NVCC nvcc HINTS /usr/local/cuda/bin NO_CACHE)
-  if(TSK_NVCC)
-    set(CMAKE_CUDA_COMPILER "${TSK_NVCC}" CACHE FILEPATH "nvcc")
-  else()
-    set(TSK_CUDA_PROBLEM "no CUDA compiler (nvcc) was found")
+  string(APPEND CMAKE_CUDA_FLAGS " -L${root}/lib")
+endif()
+
+if(nvcc)
+  if(NOT nvcc STREQUAL "${TSK_FOUND_NVCC}")
+    # What CMake wrote down about another compiler.
+    file(REMOVE "${CMAKE_BINARY_DIR}/CMakeFiles/${CMAKE_VERSION}/CMakeCUDACompiler.cmake")
   endif()
+  set(CMAKE_CUDA_COMPILER "${nvcc}" CACHE FILEPATH "CUDA compiler" FORCE)
+  set(TSK_FOUND_NVCC "${nvcc}" CACHE INTERNAL "The CUDA compiler that was found, not named")
 endif()

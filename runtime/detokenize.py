@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Protocol
 
 from trtllm_shadowkv.errors import StateError
@@ -188,7 +187,8 @@ class Detokenizer:
 
         A cut inside a character shows: its two halves decode to more characters than the whole.
         """
-        for cut in islice(range(len(self._window) - _KEEP, len(self._window) - _KEEP + 4), 4):
+        first = len(self._window) - _KEEP
+        for cut in range(first, first + 4):  # a character has at most four bytes: one of four cuts is outside any
             head, rest = self._decode(self._window[:cut]), self._decode(self._window[cut:])
             if head + rest == self._full and self._shown.startswith(head):
                 self._window, self._settled = self._window[cut:], 0

@@ -4,8 +4,8 @@ A step, in this order, on the model's logits (float32, one a token of the vocabu
 
 1. Repetition penalty over prompt and output: a positive logit is divided by it, a negative one multiplied
    (CTRL, arXiv 1909.05858, section 4.1, with the sign handled as transformers and TensorRT-LLM do). Then presence and
-   frequency penalties over the output alone: z − presence·[c > 0] − frequency·c, c occurrences of the token.
-2. Forbidden tokens become −inf: bad token ids; the last token of a bad word whose other tokens were just generated
+   frequency penalties over the output alone: z - presence·[c > 0] - frequency·c, c occurrences of the token.
+2. Forbidden tokens become -inf: bad token ids; the last token of a bad word whose other tokens were just generated
    (or end the prompt); end and stop token ids until min_tokens are there.
 3. Greedy: the largest logit, ties to the lower id. Otherwise temperature, top_k, min_p (relative to the most probable
    token) and top_p on what is left, renormalised; then one uniform number through the inverse of the cumulative
@@ -40,7 +40,7 @@ class Sampled:
     Attributes:
         token_id: its id.
         logprob: natural log of its probability under the model's raw logits, before penalties, temperature or any
-            cut; −inf is possible only for a logit of −inf, which is never chosen. None unless logprobs were asked for.
+            cut; -inf is possible only for a logit of -inf, which is never chosen. None unless logprobs were asked for.
         top: the most probable tokens of the same distribution with their logprobs, most probable first, ties by lower
             id; at most params.logprobs of them, the generated one included where it ranks so high, those of
             probability 0 left out.
@@ -61,7 +61,7 @@ def bad_word_ids(words: Iterable[str], encode: Callable[[str], Sequence[int]]) -
 
 
 def uniform(seed: int, index: int, position: int) -> float:
-    """The number in [0, 1), a multiple of 2^−53, that belongs to a position of an answer."""
+    """The number in [0, 1), a multiple of 2^-53, that belongs to a position of an answer."""
     raw = np.random.Philox(key=seed | index << 64, counter=position).random_raw()
     return (int(raw) >> 11) * 2.0**-53
 
@@ -104,7 +104,7 @@ class Sampler:
     Args:
         params: what the request asked for.
         vocab_size: logits a step.
-        seed: key of the random numbers, 0 to 2^64 − 1; params.seed, or what the engine drew where that is None.
+        seed: key of the random numbers, 0 to 2^64 - 1; params.seed, or what the engine drew where that is None.
         index: which of the request's n answers this is.
         end_ids: the model's end tokens (they matter to min_tokens alone).
         bad_words: token sequences that must not appear, from :func:`bad_word_ids`; params.bad_token_ids are
@@ -152,7 +152,7 @@ class Sampler:
         """Choose the token at ``position``.
 
         Args:
-            logits: [vocab_size] float32, never written to; −inf forbids a token.
+            logits: [vocab_size] float32, never written to; -inf forbids a token.
             prompt_ids: the prompt; the same in every call. Token ids below vocab_size.
             output_ids: what was generated so far: the last call's, with more tokens (or fewer: it is then counted
                 anew).
@@ -195,7 +195,7 @@ class Sampler:
         return array
 
     def _edit(self, logits: Floats, prompt_ids: Ids, output_ids: Ids) -> Floats:
-        """Logits after penalties and with forbidden tokens at −inf; the same array where nothing changes."""
+        """Logits after penalties and with forbidden tokens at -inf; the same array where nothing changes."""
         forbidden = [self._banned] if self._banned.size else []
         if self._enders.size and len(output_ids) < (self.params.min_tokens or 0):
             forbidden.append(self._enders)
@@ -241,28 +241,26 @@ class Sampler:
         and its rank among equals.
         """
         p = self.params
-        keep = min(p.top_k or self.vocab_size, self.vocab_size)
-        if keep < self.vocab_size:
-            values = np.partition(logits, self.vocab_size - keep)[self.vocab_size - keep :]
-            values.sort()
-        else:
-            values = np.sort(logits)
-        values = values[::-1]
+        drop = max(0, self.vocab_size - (p.top_k or self.vocab_size))
+        values = np.sort(np.partition(logits, drop)[drop:] if drop else logits)  # ascending
         temperature = np.float32(np.clip(1.0 if p.temperature is None else p.temperature, _F32.tiny, _F32.max))
         with np.errstate(over="ignore", under="ignore"):
-            weights = np.exp((values - values[0]) / temperature)
+            weights = values[::-1] - values[-1]  # descending, as all below
+            weights /= temperature
+            np.exp(weights, out=weights)
         if p.min_p:
             weights = weights[: max(1, np.count_nonzero(weights >= np.float32(p.min_p)))]
-        mass = np.cumsum(weights.astype(np.float64))
+        mass = weights.astype(np.float64)
+        np.cumsum(mass, out=mass)
         last = mass.size - 1
         if p.top_p is not None and p.top_p < 1:
             last = min(last, int(np.searchsorted(mass, p.top_p * mass[-1])))
         # Below the whole mass even where the product rounds up, so that the token found has a weight above zero.
         target = min(u * mass[last], np.nextafter(mass[last], 0))
         rank = int(np.searchsorted(mass[: last + 1], target, side="right"))
-        value = values[rank]
-        equals = np.flatnonzero(logits == value)
-        return int(equals[rank - int(np.searchsorted(-values, -value))])
+        value = values[values.size - 1 - rank]
+        larger = values.size - int(np.searchsorted(values, value, side="right"))
+        return int(np.flatnonzero(logits == value)[rank - larger])
 
 
 def _logprobs(logits: Floats, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:

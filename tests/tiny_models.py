@@ -18,7 +18,6 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.utils import logging
 
 CLASSES: dict[str, tuple[type[Any], type[Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -93,12 +92,7 @@ def write_tiny(
     torch.set_rng_state(before)
     model = model.to(dtype).eval()  # type: ignore[arg-type]
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        model.save_pretrained(directory, max_shard_size=math.ceil(size / shards) if shards > 1 else "50GB")
-    finally:
-        logging.set_verbosity(verbosity)
+    model.save_pretrained(directory, max_shard_size=math.ceil(size / shards) if shards > 1 else "50GB")
     found = len(list(directory.glob("*.safetensors")))
     assert (found == 1) if shards == 1 else (found >= shards), f"{found} files for {shards} shards"
     return directory

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from trtllm_shadowkv.errors import CheckpointError
 
-NUMPY = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
+NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
 """How numpy holds each dtype."""
 _BLOCK = 1 << 20
 
@@ -55,7 +55,8 @@ def to_dtype(array: NDArray[Any], source: str, target: str, name: str) -> NDArra
 
 def _widen(bits: NDArray[Any]) -> NDArray[Any]:
     """bfloat16 bits to float32: they are its upper half."""
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    wide: NDArray[Any] = bits.astype(np.uint32) << np.uint32(16)
+    return wide.view(np.float32)
 
 
 def _narrow(values: NDArray[Any]) -> NDArray[Any]:

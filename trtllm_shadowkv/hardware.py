@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from trtllm_shadowkv.errors import CheckpointError, ConfigError, nearest
 from trtllm_shadowkv.models import ModelConfig
 
+_UNITS = {"memory": "bytes", "bandwidth": "bytes/s", "link": "bytes/s", "tensor": "FLOP/s"}
 Source = Literal["measured", "vendor", "given"]
 
 BANDWIDTH_SHARE = 4.2 / 4.8
@@ -101,7 +102,7 @@ class Gpu:
             times the shares measured on the H200; ``given``: by the caller.
 
     Raises:
-        ConfigError: a figure that is not positive and finite.
+        ConfigError: a figure below 1e6 or above 1e18.
     """
 
     name: str
@@ -112,8 +113,10 @@ class Gpu:
     source: Source
 
     def __post_init__(self) -> None:
-        for key in ("memory", "bandwidth", "link", "tensor"):
-            check_positive(f"the GPU's {key}", getattr(self, key))
+        for key in _UNITS:
+            value = getattr(self, key)
+            if not 1e6 <= value <= 1e18:
+                raise ConfigError(f"the GPU's {key} is {value:g} {_UNITS[key]}", "a number from 1e6 to 1e18")
 
 
 def check_positive(name: str, value: float) -> None:
@@ -171,17 +174,15 @@ def custom_gpu(base: str | None, **figures: float | None) -> Gpu:
     """A GPU from numbers (``memory``, ``bandwidth``, ``link``, ``tensor``), over a row of the table where one is named.
 
     Raises:
-        ConfigError: neither a name nor all four numbers, or a number that is not positive and finite.
+        ConfigError: neither a name nor all four numbers, or a number out of range.
     """
     given = {key: value for key, value in figures.items() if value is not None}
-    for key, value in given.items():
-        check_positive(f"the GPU's {key}", value)
     if base is not None:
         known = gpu_by_name(base)
         if not given:
             return known
         return Gpu(**{**_figures(known), **given}, name=f"{known.name}, altered", source="given")
-    if missing := [key for key in ("memory", "bandwidth", "link", "tensor") if key not in given]:
+    if missing := [key for key in _UNITS if key not in given]:
         raise ConfigError(
             f"the GPU's {', '.join(missing)} is not given",
             "all four figures of a GPU",
@@ -191,7 +192,7 @@ def custom_gpu(base: str | None, **figures: float | None) -> Gpu:
 
 
 def _figures(gpu: Gpu) -> dict[str, float]:
-    return {key: getattr(gpu, key) for key in ("memory", "bandwidth", "link", "tensor")}
+    return {key: getattr(gpu, key) for key in _UNITS}
 
 
 def model_by_name(name: str) -> ModelShape:

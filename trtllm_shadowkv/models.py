@@ -137,7 +137,8 @@ class ModelConfig:
             raise r.error("sliding_window", "null", "sliding-window attention is not supported (absent means 4096)")
         if traits.sliding_window == "use_sliding_window" and r.flag("use_sliding_window", False):
             raise r.error("use_sliding_window", "false", "sliding-window attention is not supported")
-        if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
+        layer_types = config.get("layer_types") or []
+        if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
             raise r.error("layer_types", "full_attention in every layer", "other attention is not supported")
 
         hidden, heads = r.integer("hidden_size"), r.integer("num_attention_heads")

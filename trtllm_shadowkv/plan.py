@@ -44,7 +44,7 @@ ONE_ROW_SHARE = 3.4 / 4.2  # M: dense attention of a single row (0.159 ms a laye
 GROUP_LAUNCHES = 3  # A: further kernels for each further row group
 CLEAR_GAIN = 1.1
 """A: gains below this are within the model's error."""
-Kind = Literal["weights", "short", "staging", "gpu", "host", "dense", "even", "gain", "only"]
+Kind = Literal["weights", "short", "staging", "gpu", "host", "dense", "even", "gain"]
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,13 @@ class Comparison:
 
     Attributes:
         kind: ``weights``: they leave no room; ``short``: rows stay below the dense limit; ``staging``: the live pages
-            of one prompt do not fit; ``gpu``, ``host``: one sealed row does not fit there; ``dense``, ``even``,
-            ``gain``: tokens/s against dense bfloat16 (fp8 where only that fits); ``only``: dense fits no row at all.
+            of one prompt do not fit; ``gpu``, ``host``: one row does not fit there; ``dense``, ``even``, ``gain``:
+            tokens/s against dense bfloat16.
         batch: the largest one; None where the context stays dense.
         shadow, layer: a step of the rows asked for and one layer of it; None where nothing fits.
         dense: by key/value type, ``bfloat16`` and ``fp8``.
-        gains: ShadowKV's tokens/s over dense's, by the same keys; None where one of them fits no row.
+        gains: ShadowKV's tokens/s over dense's, by the same keys; None where ShadowKV fits no row. (Where it fits, so
+            does a dense row: prefill needs the room for one.)
     """
 
     kind: Kind
@@ -192,21 +193,17 @@ def compare(w: Workload, rows: int | None = None) -> Comparison:
         name: shadow.tokens_per_second / d.step.tokens_per_second if shadow and d.step else None
         for name, d in dense.items()
     }
-    return Comparison(_kind(w, shadow, gains), w.bytes, batch, shadow, layer, dense, gains)
+    return Comparison(_kind(w, shadow, gains["bfloat16"]), w.bytes, batch, shadow, layer, dense, gains)
 
 
-def _kind(w: Workload, shadow: Step | None, gains: dict[str, float | None]) -> Kind:
-    need = w.bytes
+def _kind(w: Workload, shadow: Step | None, gain: float | None) -> Kind:
     if w.budget <= 0:
         return "weights"
     if w.tokens <= w.kv.limit:
         return "short" if shadow else "gpu"
-    if shadow is None:
-        room = w.budget - need.prefill
-        return "staging" if room <= 0 else "gpu" if room < need.gpu else "host"
-    gain = gains["bfloat16"] or gains["fp8"]
     if gain is None:
-        return "only"
+        room = w.budget - w.bytes.prefill
+        return "staging" if room <= 0 else "gpu" if room < w.bytes.gpu else "host"
     return "dense" if gain < 1 else "even" if gain < CLEAR_GAIN else "gain"
 
 

@@ -5,6 +5,7 @@ Read here and not through the safetensors package because numpy has no bfloat16:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -27,7 +28,7 @@ _ITEM_BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-STORAGE = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+STORAGE: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 """The dtypes that can be read, as numpy holds them (bfloat16 as its bits)."""
 
 
@@ -64,10 +65,8 @@ class SafetensorsFile:
             raise
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(BufferError):  # an array that read() returned keeps the mapping as long as it lives
             self._map.close()
-        except BufferError:
-            pass  # an array that read() returned is still alive: the mapping goes with the last of them
 
     def read(self, name: str) -> NDArray[Any]:
         """A read-only view of one tensor, in :data:`STORAGE`'s dtype; a copy only where its bytes are not aligned."""

@@ -21,7 +21,7 @@ MAX_LISTED_IDS = 1 << 18
 MAX_LOGPROBS = 1024
 """Largest number of alternatives a token: they are kept for the whole answer."""
 MAX_PENALTY = 1000.0
-"""Largest size of a penalty; far beyond any useful one, and small enough that float32 logits stay finite."""
+"""Largest size of a penalty (and of 1 / repetition_penalty): far beyond any useful one."""
 
 # Keywords of TensorRT-LLM's SamplingParams, and of its older generate(), that this engine refuses by name; what to
 # do instead where there is something.
@@ -77,7 +77,7 @@ class SamplingParams:
     duplicates. NumPy scalars and arrays are taken as well.
 
     Attributes:
-        max_tokens: tokens to generate at most, 1 to 2^31 − 1.
+        max_tokens: tokens to generate at most, 1 to 2^31 - 1.
         min_tokens: end and stop token ids are forbidden before this many tokens; at most max_tokens.
         n: answers for each prompt, 1 to 128. With greedy decoding they are the same.
         temperature: logits are divided by it; 0 or more. None: 1.
@@ -85,10 +85,10 @@ class SamplingParams:
         top_p: keep the fewest most probable tokens whose probabilities reach this sum; 0 to 1. None: all.
         min_p: keep tokens at least this probable relative to the most probable one; 0 to 1. None: all.
         repetition_penalty: logits of tokens in the prompt or output are divided (positive ones) or multiplied
-            (negative ones) by it; above 0, at most 1,000. None: 1.
-        presence_penalty: taken from the logit of each token in the output; −1,000 to 1,000. None: 0.
+            (negative ones) by it; 0.001 to 1,000. None: 1.
+        presence_penalty: taken from the logit of each token in the output; -1,000 to 1,000. None: 0.
         frequency_penalty: the same, times how often the token is in the output.
-        seed: 0 to 2^64 − 1. None: the engine draws one.
+        seed: 0 to 2^64 - 1. None: the engine draws one.
         stop: string or strings that end an answer; up to 1,024 of up to 4,096 characters.
         stop_token_ids: token ids that end an answer.
         bad: string or strings the output must not contain, as the tokens the tokenizer splits them into; limits as
@@ -149,14 +149,12 @@ class SamplingParams:
             ("temperature", 0.0, math.inf),
             ("top_p", 0.0, 1.0),
             ("min_p", 0.0, 1.0),
-            ("repetition_penalty", 0.0, MAX_PENALTY),
+            ("repetition_penalty", 1 / MAX_PENALTY, MAX_PENALTY),
             ("presence_penalty", -MAX_PENALTY, MAX_PENALTY),
             ("frequency_penalty", -MAX_PENALTY, MAX_PENALTY),
         ):
             value = getattr(self, name)
             put(self, name, None if value is None else _real(name, value, low, top))
-        if self.repetition_penalty == 0:
-            raise RequestError("repetition_penalty is 0", f"above 0 and at most {MAX_PENALTY:g} (1 changes nothing)")
         for name in ("stop", "bad"):
             put(self, name, _strings(name, getattr(self, name)))
         for name in ("stop_token_ids", "bad_token_ids"):
@@ -216,14 +214,16 @@ def _check_name(name: object, where: str = "SamplingParams") -> None:
     if name in _NAMES:
         return
     if isinstance(name, str) and name in _UNSUPPORTED:
-        raise RequestError(f"{where}: {name} is not supported by this engine", todo=_UNSUPPORTED[name] or "leave it out")
+        raise RequestError(
+            f"{where}: {name} is not supported by this engine", todo=_UNSUPPORTED[name] or "leave it out"
+        )
     # Names of any length may come over the wire, and the search for the nearest is quadratic in it.
     hint = nearest(name, _NAMES) if isinstance(name, str) and len(name) <= 64 else ""
     raise RequestError(f"{where}: unknown parameter {_show(name)}{hint}", f"one of {', '.join(_NAMES)}")
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
         raise RequestError(f"{name} is {_show(value)}", f"a whole number from {low:,} to {high:,}")
     return int(value)
 

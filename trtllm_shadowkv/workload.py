@@ -100,6 +100,11 @@ class Workload:
         return (self.top_k + self.outliers) * self.kv.chunk_size + self.kv.window
 
     @property
+    def budget_share(self) -> float:
+        """Selected tokens over all tokens."""
+        return self.top_k * self.kv.chunk_size / self.tokens
+
+    @property
     def hits(self) -> float:
         """Share of the selected chunks found in the chunk cache."""
         if self.hit_rate is not None:
@@ -107,7 +112,7 @@ class Workload:
         selectable = self.chunks - self.outliers
         if self.kv.cache_factor * self.kv.top_k >= selectable:
             return 1.0
-        return measured_hit_rate(self.top_k * self.kv.chunk_size / self.tokens, self.kv.cache_factor)
+        return measured_hit_rate(self.budget_share, self.kv.cache_factor)
 
 
 def measured_hit_rate(share: float, factor: int) -> float:

@@ -7,8 +7,8 @@ namespace
 
 constexpr uint32_t kTHREADS = 512;
 constexpr uint32_t kWARP = 32;
-// 16-byte loads a thread keeps in flight. A read of host memory takes microseconds: 8 blocks of 512 threads have 512
-// KiB under way, several times what the link needs.
+// 16-byte loads a thread keeps in flight. A read of host memory takes microseconds: 4 blocks of 512 threads have 256 KiB
+// under way, which is more than the link needs.
 constexpr uint32_t kLOADS = 8;
 constexpr uint32_t kTILE = kWARP * kLOADS;
 

@@ -14,7 +14,7 @@ inline constexpr int32_t kGATHER_MIN_CHUNK = 128;
 inline constexpr int32_t kGATHER_MAX_CHUNK = 8192;
 // Bytes of one call: count * chunkBytes.
 inline constexpr int64_t kGATHER_MAX_BYTES = int64_t{1} << 34;
-// Blocks of one call; each has 512 threads and fills a quarter to a half of a multiprocessor.
+// Blocks of one call; each has 512 threads of 64 registers: half of a multiprocessor.
 inline constexpr int32_t kGATHER_MAX_BLOCKS = 4096;
 
 // Copies chunk i from address sources[i] to address destinations[i], i < count, in the order of `stream`.
@@ -24,7 +24,7 @@ inline constexpr int32_t kGATHER_MAX_BLOCKS = 4096;
 //   destinations  device array [count]: addresses of device memory; the chunks there must overlap neither each other
 //                 nor a source
 //   chunkBytes    bytes of a chunk, a multiple of kGATHER_ALIGNMENT from kGATHER_MIN_CHUNK to kGATHER_MAX_CHUNK
-//   blocks        blocks to launch, 1 to kGATHER_MAX_BLOCKS: 8 fill a PCIe gen5 x16 link, more take multiprocessors
+//   blocks        blocks to launch, 1 to kGATHER_MAX_BLOCKS: 4 fill a PCIe gen5 x16 link, more take multiprocessors
 //                 away from what runs beside
 //
 // Launches one kernel and never synchronises, so that it may be captured into a graph; nothing is launched for a count

@@ -1,0 +1,85 @@
+# make demo    from a fresh clone to a long prompt answered on the CPU
+# make test    everything CI checks
+# make venv    only the virtual environment, with what builds the package
+#
+# PYTHON=python3.12 VENV=.venv INSTALLER=auto|uv|pip
+
+PYTHON ?= python3
+VENV ?= .venv
+INSTALLER ?= auto
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+bin := $(VENV)/bin
+done := $(VENV)/.done
+install := bash scripts/install.sh $(VENV) $(INSTALLER)
+editable := $(bin)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+
+packaging := pyproject.toml CMakeLists.txt trtllm_shadowkv/names.py $(wildcard cmake/*)
+native := $(shell find plugins -type f)
+
+.PHONY: help venv demo test check
+
+help:
+	@sed -n 's/^# \(make\|PYTHON\)/\1/p' Makefile
+
+venv: $(done)/build
+
+demo: $(done)/demo $(done)/installed
+	$(bin)/python examples/passkey_demo.py
+
+test: $(done)/test $(done)/demo $(done)/compiled
+	$(bin)/ruff check
+	$(bin)/ruff format --check
+	git ls-files -z -- '*.c' '*.cpp' '*.cu' '*.cuh' '*.h' | xargs -0 --no-run-if-empty $(bin)/clang-format --dry-run -Werror
+	$(bin)/mypy --strict -p trtllm_shadowkv
+	$(bin)/python -m pytest -q
+
+# What would fail later in a way that says nothing.
+check:
+	@for folder in build runtime; do \
+	    [ -d trtllm_shadowkv/$$folder ] || { \
+	        echo "trtllm_shadowkv/$$folder is no folder: this checkout was made without symbolic links; use git clone -c core.symlinks=true, or unpack the archive with tar or unzip." >&2; \
+	        exit 1; }; \
+	done
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "$(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing or broken); expected Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; \
+	    exit 1; }
+
+# Each file in $(done) stands for a step that is finished; a step is repeated when what it reads has changed.
+$(done)/venv: | check
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(done) && touch $@
+
+$(done)/build: requirements/build.txt $(done)/venv
+	$(install) -r $<
+	@touch $@
+
+$(done)/runtime: requirements/runtime.txt $(done)/build
+	$(install) -r $<
+	@touch $@
+
+$(done)/demo: requirements/demo.txt $(done)/runtime
+	$(install) --no-deps -r $<
+	@touch $@
+
+$(done)/test: requirements/test.txt $(done)/runtime
+	$(install) -r $<
+	@touch $@
+
+$(done)/cuda: requirements/cuda.txt $(done)/runtime
+	$(install) --no-deps -r $<
+	@touch $@
+
+$(done)/installed: $(packaging) $(native) $(done)/runtime
+	$(editable)
+	@touch $@
+
+# The same with the CUDA library, for all architectures, warnings being errors.
+$(done)/compiled: $(packaging) $(native) $(done)/cuda
+	TRTLLM_SHADOWKV_CUDA=ON $(editable) -C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON
+	@touch $@ $(done)/installed
