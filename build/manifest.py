@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from trtllm_shadowkv import names
+from trtllm_shadowkv import __version__, names
 from trtllm_shadowkv.errors import EngineError
 
 SCHEMA = 1
 _END_BYTES = 1 << 16
 _SMALL_BYTES = 8 << 20  # files up to this size are hashed whole whenever an engine is opened
-
-
-def package_version() -> str:
-    try:
-        return version("trtllm-shadowkv")
-    except PackageNotFoundError:  # run from a checkout
-        return "0+checkout"
 
 
 def _digest(path: Path, *, whole: bool) -> str:
@@ -50,7 +42,7 @@ def describe(directory: Path, *, gpu_architecture: str | None = None, tensorrt: 
             }
     return {
         "schema": SCHEMA,
-        "package_version": package_version(),
+        "package_version": __version__,
         "plugin_version": names.PLUGIN_VERSION,
         "tensorrt_version": tensorrt,
         "gpu_architecture": gpu_architecture,

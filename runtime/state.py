@@ -55,6 +55,21 @@ class RowStatistics:
         return (self.residual_lost / self.residual_total) ** 0.5 if self.residual_total else None
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes one sequence needs.
+
+    Attributes:
+        live: keys and values of all its tokens before it is sealed (or for good, where it never is).
+        sealed: its sealed state; 0 where it is never sealed. Both exist at once while it is being sealed.
+        host: its values in the value pool.
+    """
+
+    live: int
+    sealed: int
+    host: int
+
+
 class State(Protocol):
     """The calls of design section 3; ``reference.state.ReferenceState`` is their oracle."""
 

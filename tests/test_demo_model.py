@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, modeling_gguf_pytorch_utils
 
 from trtllm_shadowkv import demo_model
 from trtllm_shadowkv.checkpoint import Checkpoint, tokenizer_files
@@ -39,10 +38,11 @@ def tokenizer(demo: Path) -> Any:
 def test_every_weight_has_the_bits_of_transformers_gguf_loader(demo: Path) -> None:
     # What from_pretrained(..., gguf_file=...) calls; that itself would need accelerate.
     source = str(demo_model._gguf_file())
-    theirs = AutoConfig.for_model(**load_gguf_checkpoint(source)["config"])
+    load: Any = modeling_gguf_pytorch_utils.load_gguf_checkpoint
+    theirs: Any = LlamaConfig(**load(source)["config"])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(theirs)
-    state = load_gguf_checkpoint(source, return_tensors=True, model_to_load=model)["tensors"]
+        model = LlamaForCausalLM(theirs)
+    state = load(source, return_tensors=True, model_to_load=model)["tensors"]
     with Checkpoint.open(demo) as checkpoint:
         checkpoint.check()
         config = checkpoint.config

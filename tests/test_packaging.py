@@ -310,10 +310,11 @@ def test_wrong_settings_stop_with_one_line(
 
 
 def test_half_a_toolkit_is_named(bare: Environment, checkout: Path, tmp_path: Path) -> None:
-    (tmp_path / "cu13/bin").mkdir(parents=True)
-    (tmp_path / "cu13/bin/nvcc").touch(mode=0o755)
+    root = tmp_path / "nvidia/cu13"
+    (root / "bin").mkdir(parents=True)
+    (root / "bin/nvcc").touch(mode=0o755)
     command = ("cmake", "-G", "Ninja", "-S", checkout, "-B", "configured", f"-DPython_EXECUTABLE={bare.python}")
-    variables = {"PIP_CUDA_ROOT": str(tmp_path / "cu13")}
+    variables = {"PIP_CUDA_ROOT": str(root)}
     warned = bare.run(*command, cwd=tmp_path, extra=variables).stdout
     assert "has nvcc but no" in warned and "libtrtllm_shadowkv.so is not built" in warned
     refused = bare.run(*command, cwd=tmp_path, ok=False, extra=variables | {"TRTLLM_SHADOWKV_CUDA": "ON"}).stdout
@@ -329,7 +330,11 @@ def test_wheel_with_the_library(checkout: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     code = "from trtllm_shadowkv.library import load; library = load(); print(library.path, library.version)"
+    # -S: else an editable installation in this environment would come first.
     loaded = subprocess.run(
-        (sys.executable, "-c", code), cwd=tmp_path, env=variables | {"PYTHONPATH": str(target)}, stdout=subprocess.PIPE
+        (sys.executable, "-S", "-c", code),
+        cwd=tmp_path,
+        env=variables | {"PYTHONPATH": str(target)},
+        stdout=subprocess.PIPE,
     )
     assert loaded.stdout.decode().split() == [str(target / "trtllm_shadowkv" / FILE), trtllm_shadowkv.__version__]

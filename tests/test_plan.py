@@ -226,6 +226,9 @@ class TestBatch:
             faster = replace(base, gpu=replace(H200, **{part: getattr(H200, part) * 1.5}))
             assert shadow_step(faster, 24).seconds < step
         assert shadow_step(base, 24, 0.5).seconds < step
+        weak = replace(base, hit_rate=0.5, gpu=replace(H200, tensor=H200.tensor / 100))
+        tokens = 24 * 8 * 256 * 0.5 * 8  # of single heads, each a product of 160 by 128 at 3 TFLOP/s
+        assert layer_time(weak, 24).rebuild == pytest.approx(1.5e-6 + tokens * 160 * 128 * 2 / 3e12)
         assert layer_time(base, 24, 0.0).link == 0
         assert layer_time(replace(base, hit_rate=1.0), 24).link == 0
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_shadowkv import names
+from trtllm_shadowkv import __version__, names
 from trtllm_shadowkv.build import manifest
 from trtllm_shadowkv.config import BuildConfig, ShadowKVConfig
 from trtllm_shadowkv.errors import ConfigError, EngineError
@@ -79,7 +79,7 @@ class EngineDirectory:
 def engine_config(model: ModelConfig, build: BuildConfig) -> dict[str, Any]:
     """Content of an engine's config.json, in TensorRT-LLM's shape plus a ``shadowkv`` section."""
     return {
-        "version": manifest.package_version(),
+        "version": __version__,
         "pretrained_config": model.to_pretrained_config(build.dtype),
         "build_config": {
             "max_input_len": build.max_seq_len,

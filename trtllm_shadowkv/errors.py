@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trtllm_shadowkv.request import RequestOutput
+
 
 class ShadowKVError(Exception):
     """Base of all errors of this package.
@@ -42,7 +48,13 @@ class StateError(ShadowKVError, RuntimeError):
 
 
 class GenerationError(ShadowKVError, RuntimeError):
-    """A request failed while it ran (its neighbours go on)."""
+    """A request failed while it ran (its neighbours go on).
+
+    Attributes:
+        outputs: from ``LLM.generate``: the results of the batch, None where a request failed.
+    """
+
+    outputs: Sequence[RequestOutput | None] = ()
 
 
 class MissingDependencyError(ShadowKVError, ImportError):

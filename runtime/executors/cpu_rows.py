@@ -10,26 +10,11 @@ from torch import Tensor
 from trtllm_shadowkv.config import ShadowKVConfig
 from trtllm_shadowkv.models import ModelConfig
 from trtllm_shadowkv.runtime.executors.chunk_caches import ChunkCaches
-from trtllm_shadowkv.runtime.state import RowStatistics
+from trtllm_shadowkv.runtime.state import Footprint, RowStatistics
 
 FLOAT_BYTES = 4
 WINDOW_SLACK = 256
 """Tokens a window's buffer holds beyond the window, so that it is moved to the front once in as many steps."""
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes one sequence needs.
-
-    Attributes:
-        live: keys and values of all its tokens before it is sealed (or for good, where it never is).
-        sealed: its sealed state; 0 where it is never sealed. Both exist at once while it is being sealed.
-        host: its values in the value pool.
-    """
-
-    live: int
-    sealed: int
-    host: int
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from trtllm_shadowkv.models import ModelConfig
 from trtllm_shadowkv.reference.factors import factorise, project
 from trtllm_shadowkv.reference.landmarks import landmarks, outlier_chunks
 from trtllm_shadowkv.runtime.executors.chunk_caches import ChunkCaches
-from trtllm_shadowkv.runtime.executors.cpu_rows import Footprint, Live, Row, RowShape, Sealed
+from trtllm_shadowkv.runtime.executors.cpu_rows import Live, Row, RowShape, Sealed
 from trtllm_shadowkv.runtime.executors.rotary import RotaryTable, rotate
-from trtllm_shadowkv.runtime.state import PADDING, PassKind, RowStatistics
+from trtllm_shadowkv.runtime.state import PADDING, Footprint, PassKind, RowStatistics
 from trtllm_shadowkv.runtime.value_pool import ValuePool
 
 
@@ -47,7 +47,7 @@ class CpuState:
         limit = math.inf if dense else self.config.limit
         return RowShape(self.model, self.config, prompt_tokens, total_tokens, limit)
 
-    def footprint(self, *, prompt_tokens: int, total_tokens: int, dense: bool) -> Footprint:
+    def footprint(self, prompt_tokens: int, total_tokens: int, dense: bool) -> Footprint:
         """Bytes a sequence will need: what admission reserves."""
         return self._shape(prompt_tokens, total_tokens, dense).footprint()
 

@@ -90,9 +90,7 @@ def _host_lines(r: Report) -> Iterator[str]:
     lock = m.memlock if m.memlock is None or isinstance(m.memlock, str) else _gib(m.memlock)
     yield _row("RLIMIT_MEMLOCK", f"{lock or 'unknown'} (CUDA's pinned memory does not count)")
     spare = (m.pinnable or 0) * 9 // 10  # the rest of the machine needs some, too
-    yield _row(
-        "can be pinned now", f"at most {_gib(m.pinnable)} (a tenth left over: plan --host-memory {spare // 10**9})"
-    )
+    yield _row("can be pinned now", f"at most {_gib(m.pinnable)} (plan --host-memory {spare // 10**9} leaves a tenth)")
     reserved = f"{huge.reserved} of {(huge.page_bytes or 0) >> 20} MiB reserved" if huge.reserved else "none reserved"
     yield _row("huge pages", f"transparent: {huge.transparent or 'unknown'}; {reserved}")
     yield _row("/dev/shm", f"{_gib(shm.total)}, {_gib(shm.free)} free" if shm else "-")

@@ -1,0 +1,85 @@
+"""The thread that drives a scheduler; every other thread only leaves messages for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from trtllm_shadowkv.errors import RequestError, StateError
+from trtllm_shadowkv.runtime.scheduler import Scheduler
+from trtllm_shadowkv.runtime.sequence import Answer
+
+
+class Worker:
+    """Runs ``scheduler.step()`` while there is work.
+
+    Args:
+        scheduler: from now on this thread's own.
+        max_queue: answers that may wait; more are refused.
+    """
+
+    def __init__(self, scheduler: Scheduler, max_queue: int) -> None:
+        self._scheduler = scheduler
+        self._max_queue = max_queue
+        self._changed = threading.Condition()
+        self._arrived: list[Answer] = []
+        self._waiting = 0
+        self._stopping = False
+        # A daemon, so that a program that ends without close() is not held up by an unfinished request.
+        self._thread = threading.Thread(target=self._run, name="trtllm_shadowkv", daemon=True)
+        self._thread.start()
+
+    def submit(self, answers: Sequence[Answer]) -> None:
+        """Queue answers, all or none.
+
+        Raises:
+            RequestError: the queue is full.
+            StateError: the worker was stopped.
+        """
+        with self._changed:
+            if self._stopping:
+                raise StateError("the LLM is closed", todo="open another one")
+            if self._waiting + len(answers) > self._max_queue:
+                raise RequestError(
+                    f"{self._waiting} answers wait and {len(answers)} more were asked for",
+                    f"at most {self._max_queue} waiting (max_queue)",
+                    "try again later",
+                )
+            self._arrived += answers
+            self._waiting += len(answers)
+            self._changed.notify()
+
+    def cancel(self, answers: Sequence[Answer]) -> None:
+        """Ask for answers to end as soon as the step that runs is over."""
+        with self._changed:
+            for answer in answers:
+                answer.cancelled = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread; whatever is unfinished ends as cancelled."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        scheduler = self._scheduler
+        while True:
+            with self._changed:
+                while not (self._arrived or scheduler.busy or self._stopping):
+                    self._changed.wait()
+                for answer in self._arrived:
+                    scheduler.add(answer)
+                self._arrived.clear()
+                stopping = self._stopping
+            if stopping:
+                scheduler.cancel_all()
+                return
+            try:
+                scheduler.step()
+            except BaseException as e:  # a fault of ours: nobody may be left waiting
+                scheduler.fail_all(e)
+            with self._changed:
+                self._waiting = len(scheduler.waiting) + len(self._arrived)
