@@ -1,0 +1,63 @@
+"""``trtllm-shadowkv chat``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from trtllm_shadowkv.cli import options as o
+from trtllm_shadowkv.errors import RequestError
+
+
+def chat(
+    engine_dir: o.EngineDir,
+    system: Annotated[str | None, typer.Option(help="Instructions before the conversation.")] = None,
+    max_tokens: o.MaxTokens = 512,
+    temperature: o.Temperature = None,
+    top_k: o.TopK = None,
+    top_p: o.TopP = None,
+    seed: o.Seed = None,
+    stop: o.Stop = None,
+    attention: o.AttentionMode = None,
+    budget: o.Budget = None,
+    threads: o.Threads = None,
+    max_stretch: o.MaxStretch = None,
+    dense_limit: o.DenseLimit = None,
+    window: o.Window = None,
+) -> None:
+    """Talk with the model. A line is a turn; Ctrl-C ends an answer, Ctrl-D or an empty line the conversation."""
+    from trtllm_shadowkv.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop=stop or None
+    )
+    share = o.attention_params(attention, budget)
+    messages = [{"role": "system", "content": system}] if system else []
+    settings = {"threads": threads, "max_stretch": max_stretch, "dense_limit": dense_limit, "window": window}
+    with o.open_llm(engine_dir, **settings) as llm:
+        while line := _line():
+            messages.append({"role": "user", "content": line})
+            answer = ""
+            try:
+                for delta in o.shown(llm.generate_async(llm.chat_ids(messages), params, attention=share)):
+                    typer.echo(delta.text, nl=False)
+                    answer += delta.text
+            except KeyboardInterrupt:
+                typer.echo(" …", nl=False)
+            except RequestError as e:  # such as a conversation that has grown too long: it can be read, not continued
+                typer.echo(f"error: {e}", err=True)
+                return
+            typer.echo()
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _line() -> str:
+    """The user's next turn; empty at the end."""
+    if sys.stdin.isatty():
+        typer.echo("> ", nl=False)
+    try:
+        return sys.stdin.readline().strip()
+    except KeyboardInterrupt:
+        return ""

@@ -1,0 +1,61 @@
+"""The command ``trtllm-shadowkv``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from trtllm_shadowkv import __version__
+from trtllm_shadowkv.cli.build import build, verify
+from trtllm_shadowkv.cli.chat import chat
+from trtllm_shadowkv.cli.demo_model import demo_model
+from trtllm_shadowkv.cli.doctor import doctor
+from trtllm_shadowkv.cli.generate import generate
+from trtllm_shadowkv.cli.plan import plan
+from trtllm_shadowkv.errors import ShadowKVError
+
+
+def _spelling(name: str) -> str:
+    """TensorRT-LLM's tools spell options with underscores; both spellings are one option here."""
+    return name.replace("_", "-")
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": _spelling, "help_option_names": ["-h", "--help"]},
+    help="ShadowKV for TensorRT-LLM's engine backend: long contexts with keys of low rank and values in host memory.",
+)
+for _command in (demo_model, build, verify, generate, chat, plan, doctor):
+    app.command(_spelling(_command.__name__))(_command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one line and exit code 1."""
+    try:
+        app()
+    except ShadowKVError as e:
+        typer.echo(f"error: {e}", err=True)
+        sys.exit(1)
+    except BrokenPipeError:  # whoever read our output is gone
+        sys.stderr.close()
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What ``generate`` and ``chat`` have in common."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trtllm_shadowkv.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trtllm_shadowkv.llm import LLM
+    from trtllm_shadowkv.request import AttentionParams, RequestHandle, StreamDelta
+
+_SAMPLING, _ENGINE = "Sampling", "Engine"
+
+EngineDir = Annotated[Path, typer.Argument(help="Engine directory written by build.")]
+MaxTokens = Annotated[int, typer.Option(rich_help_panel=_SAMPLING, help="Tokens to generate at most.")]
+Temperature = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING, help="Without any of these: greedy.")]
+TopK = Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING, help="Most probable tokens to choose from.")]
+TopP = Annotated[float | None, typer.Option(rich_help_panel=_SAMPLING, help="Probability mass to choose from.")]
+Seed = Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING, help="Makes sampling repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(rich_help_panel=_SAMPLING, help="Text that ends the answer.")]
+AttentionMode = Annotated[str | None, typer.Option(help="dense, or shadowkv as built.")]
+Budget = Annotated[int | None, typer.Option(help="Chunks a KV head selects; else as built.")]
+Threads = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Threads; else one a core.")]
+MaxStretch = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Prompt tokens in one pass.")]
+DenseLimit = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Tokens up to which a row is dense.")]
+Window = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Newest tokens kept exactly.")]
+
+
+def open_llm(engine_dir: Path, **settings: Any) -> LLM:
+    """Load an engine; settings that are None keep their default."""
+    from trtllm_shadowkv.llm import LLM
+
+    return LLM(engine_dir, **{k: v for k, v in settings.items() if v is not None})
+
+
+def attention_params(mode: str | None, budget: int | None) -> AttentionParams:
+    from trtllm_shadowkv.request import AttentionParams
+
+    if mode not in (None, "dense", "shadowkv"):
+        raise RequestError(f"--attention is {mode!r}", "dense or shadowkv")
+    return AttentionParams(mode=mode, top_k=budget)  # type: ignore[arg-type]
+
+
+def shown(handle: RequestHandle) -> Iterator[StreamDelta]:
+    """Deltas of a request, with a bar on a terminal while a long prompt is read; stopping early aborts it."""
+    try:
+        with _reading(handle):
+            first = next(iter(handle))
+        yield first
+        if first.finish_reason is None:
+            yield from handle
+    finally:
+        handle.abort()
+
+
+@contextmanager
+def _reading(handle: RequestHandle) -> Iterator[None]:
+    import sys
+    import threading
+
+    total = len(handle.prompt_ids)
+    if total < 2000 or not sys.stderr.isatty():
+        yield
+        return
+    from tqdm import tqdm
+
+    done = threading.Event()
+
+    def watch() -> None:
+        with tqdm(desc="prompt", total=total, unit="token", leave=False) as bar:
+            while not done.wait(0.2):
+                bar.update(handle.answers[0].prefilled - bar.n)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
