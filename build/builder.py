@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -14,14 +13,17 @@ from pathlib import Path
 from trtllm_shadowkv import names
 from trtllm_shadowkv.build import manifest
 from trtllm_shadowkv.build.llama_graph import Weight, build_graph, weights
+from trtllm_shadowkv.build.whole_directory import whole_directory
 from trtllm_shadowkv.checkpoint import Checkpoint, to_dtype, tokenizer_files
 from trtllm_shadowkv.config import BuildConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory, engine_config
-from trtllm_shadowkv.errors import ConfigError, EngineError, MissingDependencyError, require
+from trtllm_shadowkv.errors import CheckpointError, ConfigError, EngineError, MissingDependencyError, require
+from trtllm_shadowkv.json_reader import JsonReader
 from trtllm_shadowkv.models import ModelConfig
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _ALIGNMENT = 4096  # of a weight in its file: a page, so that it can be mapped
+_GRAPH_BYTES = 4 << 20  # more than graph, configuration and manifest take
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -41,13 +43,13 @@ def build_engine(
 
     Args:
         model_dir: config.json, safetensors and tokenizer files.
-        output_dir: new or empty directory, or an engine directory to replace.
+        output_dir: new or empty directory, or an engine directory to replace (with no other files in it).
         config: settings; None: the defaults.
         engine_only: keep only the compiled TensorRT engine, without the ONNX file and its weights.
 
     Raises:
         CheckpointError, ConfigError: the model or the settings cannot be used.
-        EngineError: the output directory cannot be written.
+        EngineError: the output directory cannot be written, holds other files, or is being written by another process.
         MissingDependencyError: ``engine_only`` where no TensorRT engine can be compiled.
     """
     require("onnx", "cpu")
@@ -56,20 +58,22 @@ def build_engine(
             "engine_only keeps nothing but a compiled TensorRT engine, and this version compiles none",
             todo="build without it: the CPU executor runs the ONNX graph",
         )
-    output = Path(output_dir)
+    output = _real_path(output_dir)
     _check_output(output)
     with Checkpoint.open(model_dir) as checkpoint:
-        model = checkpoint.config
+        model = replace(checkpoint.config, eos_token_ids=_end_tokens(checkpoint.directory, checkpoint.config))
         build = _resolved(model, config or BuildConfig())
         checkpoint.check()
-        with _whole_directory(output, _bytes_needed(model, build.dtype)) as partial:
+        copied = tokenizer_files(checkpoint.directory)
+        needed = _bytes_needed(model, build.dtype) + sum(file.stat().st_size for file in copied)
+        with whole_directory(output, needed) as partial:
             _write_onnx(partial, checkpoint, build, progress)
             _write_config(partial, model, build)
-            for file in tokenizer_files(Path(model_dir)):
+            for file in copied:
                 shutil.copyfile(file, partial / file.name)
             _check_onnx(partial)
             manifest.write(partial)
-    return EngineDirectory.open(output)
+    return EngineDirectory.open(output_dir)
 
 
 def refresh_engine(engine_dir: str | Path) -> EngineDirectory:
@@ -78,22 +82,30 @@ def refresh_engine(engine_dir: str | Path) -> EngineDirectory:
     The weights' bytes are compared with the manifest first and are not copied.
 
     Raises:
-        EngineError: a damaged directory, or one without an ONNX file.
+        EngineError: a damaged directory, one without an ONNX file or with files that are not its own, or one that
+            another process is writing.
     """
-    engine = EngineDirectory.open(engine_dir, whole=True)
-    if not engine.has_onnx:
-        raise EngineError(f"{engine.path} has no {names.ONNX_FILE}", "an engine built without --engine-only")
-    with _whole_directory(engine.path, 64 << 20) as partial:
+    require("onnx", "cpu")
+    path = _real_path(engine_dir)
+    EngineDirectory.open(engine_dir)
+    _check_output(path)
+    with whole_directory(path, _GRAPH_BYTES) as partial:
+        engine = EngineDirectory.open(path, whole=True)
+        if not engine.has_onnx:
+            raise EngineError(f"{path} has no {names.ONNX_FILE}", "an engine built without --engine-only")
+        if _external(path) != [(w.name, offset, size) for w, offset, size in _layout(engine.model, engine.build.dtype)]:
+            raise EngineError(
+                f"{path / names.ONNX_FILE} does not hold the weights of this model as this version lays them out",
+                todo="build the engine again",
+            )
         for name in engine.files:
-            os.link(engine.path / name, partial / name)  # the weights' bytes stay where they are
-        if [w.name for w in weights(engine.model)] != _external_names(partial):
-            raise EngineError(f"{engine.path / names.ONNX_FILE} does not hold the weights of this model")
+            os.link(path / name, partial / name)  # the weights' bytes stay where they are
         graph = build_graph(engine.model, engine.build.shadowkv, engine.build.dtype)
         _write_graph(partial, graph, engine.model, engine.build.dtype)
         _write_config(partial, engine.model, engine.build)
         _check_onnx(partial)
         manifest.write(partial)
-    return EngineDirectory.open(engine.path)
+    return EngineDirectory.open(engine_dir)
 
 
 def verify_engine(engine_dir: str | Path) -> EngineDirectory:
@@ -123,15 +135,56 @@ def _resolved(model: ModelConfig, config: BuildConfig) -> BuildConfig:
     )
 
 
+def _real_path(path: str | Path) -> Path:
+    """Where a directory is, or will be; a link to it stays what it is when the directory is replaced.
+
+    Raises:
+        EngineError: no path at all.
+    """
+    try:
+        return Path(os.path.realpath(path))
+    except (TypeError, ValueError) as e:
+        raise EngineError(f"{path!r} is no path: {e}", "the path of a directory") from e
+
+
 def _check_output(output: Path) -> None:
-    if not output.exists():
+    """Refuse to replace anything but an engine: all that it holds is deleted."""
+    try:
+        held = sorted(os.listdir(output))
+    except FileNotFoundError:
         return
-    if not output.is_dir():
-        raise EngineError(f"{output} exists and is no directory", "a new or empty directory, or an engine to replace")
-    if any(output.iterdir()) and not (output / names.MANIFEST_FILE).is_file():
+    except OSError as e:
+        raise EngineError(f"{output} is no directory to write: {e}", "a new one, an empty one or an engine") from e
+    foreign = [name for name in held if name not in manifest.owned(output)]
+    if foreign:
         raise EngineError(
-            f"{output} holds files that are no engine", "a new or empty directory, or an engine to replace"
+            f"{output} holds {foreign[0]!r}, which belongs to no engine",
+            "a new or empty directory, or an engine to replace",
+            "move it away: the whole directory is replaced",
         )
+
+
+def _end_tokens(model_dir: Path, model: ModelConfig) -> tuple[int, ...]:
+    """End tokens of config.json, and those that only generation_config.json lists (many models' end of a turn).
+
+    Raises:
+        CheckpointError: a file that is no JSON.
+        ConfigError: an end token that is none.
+    """
+    path = model_dir / "generation_config.json"
+    ids = list(model.eos_token_ids)
+    if path.exists():
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as e:
+            raise CheckpointError(f"{path} cannot be read: {e}", "JSON", "download the model again") from e
+        ids += JsonReader(data, str(path)).token_ids("eos_token_id", None)
+    for token in ids:
+        if token >= model.vocab_size:
+            raise ConfigError(
+                f"{model_dir}: eos_token_id {token}", f"at most {model.vocab_size - 1}, by its vocab_size"
+            )
+    return tuple(dict.fromkeys(ids))
 
 
 def _layout(model: ModelConfig, dtype: str) -> Iterator[tuple[Weight, int, int]]:
@@ -144,7 +197,7 @@ def _layout(model: ModelConfig, dtype: str) -> Iterator[tuple[Weight, int, int]]
 
 
 def _bytes_needed(model: ModelConfig, dtype: str) -> int:
-    return sum(size + _ALIGNMENT for _, _, size in _layout(model, dtype)) + (64 << 20)  # graph and tokenizer
+    return sum(size + _ALIGNMENT for _, _, size in _layout(model, dtype)) + _GRAPH_BYTES
 
 
 def _write_onnx(directory: Path, checkpoint: Checkpoint, build: BuildConfig, progress: Progress | None) -> None:
@@ -165,7 +218,8 @@ def _write_onnx(directory: Path, checkpoint: Checkpoint, build: BuildConfig, pro
 
 
 def _write_config(directory: Path, model: ModelConfig, build: BuildConfig) -> None:
-    (directory / names.CONFIG_FILE).unlink(missing_ok=True)  # it may be a link to the file of the engine being refreshed
+    # It may be a link to the file of the engine that is refreshed.
+    (directory / names.CONFIG_FILE).unlink(missing_ok=True)
     text = json.dumps(engine_config(model, build), indent=2)
     (directory / names.CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -185,11 +239,20 @@ def _write_graph(directory: Path, graph: object, model: ModelConfig, dtype: str)
     (directory / names.ONNX_FILE).write_bytes(graph.SerializeToString())
 
 
-def _external_names(directory: Path) -> list[str]:
+def _external(directory: Path) -> list[tuple[str, int, int]]:
+    """Name, offset and size of every tensor in the weights file, as the ONNX file there says."""
     import onnx
 
-    graph = onnx.load(str(directory / names.ONNX_FILE), load_external_data=False).graph
-    return [t.name for t in graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    found = []
+    try:
+        graph = onnx.load(str(directory / names.ONNX_FILE), load_external_data=False).graph
+        for tensor in graph.initializer:
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                where = {entry.key: entry.value for entry in tensor.external_data}
+                found.append((tensor.name, int(where["offset"]), int(where["length"])))
+    except Exception as e:  # protobuf's errors have no public base class
+        raise EngineError(f"{directory / names.ONNX_FILE} cannot be read: {e}", todo="build the engine again") from e
+    return found
 
 
 def _check_onnx(directory: Path) -> None:
@@ -199,40 +262,3 @@ def _check_onnx(directory: Path) -> None:
         onnx.checker.check_model(str(directory / names.ONNX_FILE), full_check=True)
     except Exception as e:  # the checker has no common base class
         raise EngineError(f"onnx.checker refuses {names.ONNX_FILE}: {' '.join(str(e).split())[:400]}") from e
-
-
-@contextlib.contextmanager
-def _whole_directory(output: Path, needed: int) -> Iterator[Path]:
-    """A hidden sibling that takes the output's name when the block ends, and disappears when it fails."""
-    parent = output.absolute().parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(parent, output.name)
-        free = shutil.disk_usage(parent).free
-        if free < needed:
-            raise EngineError(f"{parent} has {free:,} bytes free", f"{needed:,} for this engine")
-        partial = parent / f".{output.name}.partial-{os.getpid()}"
-        partial.mkdir()
-    except OSError as e:
-        raise EngineError(f"cannot write beside {output}: {e}") from e
-    replaced = parent / f".{output.name}.replaced-{os.getpid()}"
-    try:
-        yield partial
-        if output.exists():
-            output.rename(replaced)
-        partial.rename(output)
-    except OSError as e:
-        if replaced.exists() and not output.exists():
-            replaced.rename(output)
-        raise EngineError(f"writing {output} failed: {e}", todo="nothing was changed; free space and build again") from e
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _remove_leftovers(parent: Path, name: str) -> None:
-    """Remove partial directories of builds that were killed."""
-    for leftover in parent.glob(f".{name}.partial-*"):
-        process = leftover.name.rpartition("-")[2]
-        if process.isdigit() and not Path(f"/proc/{process}").exists():
-            shutil.rmtree(leftover, ignore_errors=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
@@ -79,13 +80,17 @@ class _Graph:
         self.constants: list[TensorProto] = []
         self._count = 0
 
-    def add(self, op: str, inputs: list[str], *, domain: str = "", outputs: list[str] | None = None, **attrs: object) -> str:
+    def add(
+        self, op: str, inputs: list[str], *, domain: str = "", outputs: list[str] | None = None, **attrs: object
+    ) -> str:
         self._count += 1
         outputs = outputs or [f"{op.lower()}_{self._count}"]
         self.nodes.append(helper.make_node(op, inputs, outputs, name=f"{op}_{self._count}", domain=domain, **attrs))
         return outputs[0]
 
-    def ints(self, name: str, values: list[int], *, kind: int = TensorProto.INT64, shape: list[int] | None = None) -> str:
+    def ints(
+        self, name: str, values: list[int], *, kind: int = TensorProto.INT64, shape: list[int] | None = None
+    ) -> str:
         """A small integer constant; made once for each name."""
         if all(c.name != name for c in self.constants):
             self.constants.append(helper.make_tensor(name, kind, [len(values)] if shape is None else shape, values))
@@ -198,8 +203,6 @@ def build_graph(model: ModelConfig, config: ShadowKVConfig, dtype: str) -> Model
     ]
     outputs = [tensor(names.LOGITS, TensorProto.FLOAT, "num_logits", model.vocab_size)]
     initializers = [TensorProto(name=w.name, data_type=g.type, dims=w.shape) for w in weights(model)]
-    graph = helper.make_graph(
-        g.nodes, "shadowkv", inputs, outputs, [*g.constants, *initializers], value_info=g.values
-    )
+    graph = helper.make_graph(g.nodes, "shadowkv", inputs, outputs, [*g.constants, *initializers], value_info=g.values)
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(names.DOMAIN, int(names.PLUGIN_VERSION))]
     return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="trtllm_shadowkv")

@@ -56,6 +56,15 @@ def write(directory: Path, **kinds: str | None) -> None:
     (directory / names.MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
 
+def owned(directory: Path) -> frozenset[str]:
+    """Names of the files that a directory's manifest, of whatever schema, calls its own; none without a manifest."""
+    try:
+        data = json.loads((directory / names.MANIFEST_FILE).read_text(encoding="utf-8"))
+        return frozenset((names.MANIFEST_FILE, *data["files"])) if "schema" in data else frozenset()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return frozenset()
+
+
 def read(directory: Path) -> dict[str, Any]:
     """The manifest of an engine directory.
 
@@ -70,22 +79,29 @@ def read(directory: Path) -> dict[str, Any]:
         raise EngineError(f"{directory} has no {names.MANIFEST_FILE}", "an engine directory", rebuild)
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        schema, files = manifest["schema"], manifest["files"]
-        sound = isinstance(files, dict) and all(
-            isinstance(f["bytes"], int) and isinstance(f["sha256"], str) and isinstance(f["ends_sha256"], str)
-            for f in files.values()
-        )
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise EngineError(f"{path} cannot be read: {type(e).__name__}: {e}", "a manifest", rebuild) from e
-    if schema != SCHEMA:
+    except (ValueError, RecursionError) as e:
+        raise EngineError(f"{path} is no JSON: {e}", "a manifest", rebuild) from e
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        schema = manifest.get("schema") if isinstance(manifest, dict) else None
         raise EngineError(f"{directory} has schema {schema!r}", f"schema {SCHEMA} of this version", rebuild)
-    if not sound or any("/" in name or name in ("", ".", "..") for name in files):
+    if not _is_sound(manifest.get("files")):
         raise EngineError(f"{path} lists no sound set of files", "a manifest", rebuild)
     if manifest.get("plugin_version") != names.PLUGIN_VERSION:
-        raise EngineError(
-            f"{directory} was built for plugin version {manifest.get('plugin_version')!r}", names.PLUGIN_VERSION, rebuild
-        )
-    return manifest  # type: ignore[no-any-return]
+        found = manifest.get("plugin_version")
+        raise EngineError(f"{directory} was built for plugin version {found!r}", names.PLUGIN_VERSION, rebuild)
+    return manifest
+
+
+def _is_sound(files: Any) -> bool:
+    """Plain names, each with a size and its hashes."""
+    kinds = {"bytes": int, "sha256": str, "ends_sha256": str}
+    return isinstance(files, dict) and all(
+        "/" not in name
+        and name not in ("", ".", "..")
+        and isinstance(entry, dict)
+        and all(isinstance(entry.get(key), kind) for key, kind in kinds.items())
+        for name, entry in files.items()
+    )
 
 
 def check(directory: Path, *, whole: bool) -> dict[str, Any]:
@@ -96,17 +112,23 @@ def check(directory: Path, *, whole: bool) -> dict[str, Any]:
             what loading can afford.
 
     Raises:
-        EngineError: a file is missing, of another size, or altered.
+        EngineError: a file is missing, of another size, altered, or cannot be read.
     """
-    manifest = read(directory)
-    for name, listed in manifest["files"].items():
-        path = directory / name
-        if not path.is_file():
-            raise EngineError(f"{directory} lacks {name}", "every file of its manifest", "build the engine again")
-        size = path.stat().st_size
-        if size != listed["bytes"]:
-            raise EngineError(f"{path} has {size} bytes", str(listed["bytes"]), "build the engine again")
-        full = whole or size <= _SMALL_BYTES
-        if _digest(path, whole=full) != listed["sha256" if full else "ends_sha256"]:
-            raise EngineError(f"{path} was altered after the build", "the bytes its manifest names", "build it again")
+    try:
+        manifest = read(directory)
+        for name, listed in manifest["files"].items():
+            _check_file(directory / name, listed, whole=whole)
+    except OSError as e:
+        raise EngineError(f"{directory} cannot be read: {e}", "an engine directory", "check its permissions") from e
     return manifest
+
+
+def _check_file(path: Path, listed: dict[str, Any], *, whole: bool) -> None:
+    if not path.is_file():
+        raise EngineError(f"{path.parent} lacks {path.name}", "every file of its manifest", "build the engine again")
+    size = path.stat().st_size
+    if size != listed["bytes"]:
+        raise EngineError(f"{path} has {size} bytes", str(listed["bytes"]), "build the engine again")
+    full = whole or size <= _SMALL_BYTES
+    if _digest(path, whole=full) != listed["sha256" if full else "ends_sha256"]:
+        raise EngineError(f"{path} was altered after the build", "the bytes its manifest names", "build it again")

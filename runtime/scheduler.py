@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from trtllm_shadowkv.errors import CapacityError, GenerationError
-from trtllm_shadowkv.runtime.sequence import Answer
+from trtllm_shadowkv.errors import CapacityError
+from trtllm_shadowkv.runtime.sequence import Answer, as_generation_error
 from trtllm_shadowkv.runtime.state import Footprint, State
 
 _KNEE = 16_384  # tokens of prefix from which stretches get shorter
@@ -150,7 +150,7 @@ class Scheduler:
                 )
             except Exception as e:
                 self._free_slots.append(slot)
-                answer.finish("error", error=_as_generation_error(e))
+                answer.finish("error", error=as_generation_error(e))
                 continue
             answer.slot, answer.times.admitted = slot, time.perf_counter()
             self._held[slot] = need
@@ -214,8 +214,10 @@ class Scheduler:
             answer.finish(answer.finish_reason, delta, answer.output_ids[-1:])
 
     def _end(self, answer: Answer, error: BaseException) -> None:
-        self._release(answer)
-        answer.finish("error", error=_as_generation_error(error))
+        try:
+            self._release(answer)
+        finally:
+            answer.finish("error", error=as_generation_error(error))
 
     def _release(self, answer: Answer) -> None:
         slot = answer.slot
@@ -223,17 +225,9 @@ class Scheduler:
             return
         answer.statistics = self.executor.state.statistics(slot)
         self.executor.state.release(slot)
-        need = self._held.pop(slot)
+        need = answer.held = self._held.pop(slot)
         self.device_used -= need.live + need.sealed
         self.host_used -= need.host
         self._free_slots.append(slot)
         self.active.remove(answer)
         answer.slot = None
-
-
-def _as_generation_error(error: BaseException) -> GenerationError:
-    if isinstance(error, GenerationError):
-        return error
-    wrapped = GenerationError(f"the request failed: {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from trtllm_shadowkv.errors import GenerationError
 from trtllm_shadowkv.runtime.detokenize import Detokenizer
 from trtllm_shadowkv.runtime.sampling import Sampled
-from trtllm_shadowkv.runtime.state import RowStatistics
+from trtllm_shadowkv.runtime.state import Footprint, RowStatistics
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -46,9 +46,11 @@ class Answer:
         top_k, dense: its share of the ShadowKV budget, see ``State.allocate``.
         sampler, detokenizer: detokenizer is None where there is no tokenizer.
         end_ids: tokens that end it (never part of the text).
-        on_delta: called on the worker's thread with the new text and tokens, and a last time when it is finished.
+        on_delta: called on the worker's thread with the new text and tokens, and a last time when it is finished. It
+            raises nothing.
         slot: its row while it runs.
         prefilled: prompt tokens fed so far.
+        held: memory it held when it ended; ``live`` is 0 once it was sealed.
     """
 
     prompt_ids: list[int]
@@ -67,6 +69,7 @@ class Answer:
     stop_reason: str | int | None = None
     error: GenerationError | None = None
     statistics: RowStatistics = field(default_factory=RowStatistics)
+    held: Footprint = field(default_factory=lambda: Footprint(0, 0, 0))
     times: SequenceTimes = field(default_factory=SequenceTimes)
     cancelled: bool = False
 
@@ -116,13 +119,26 @@ class Answer:
         tokens: list[int] | None = None,
         error: GenerationError | None = None,
     ) -> None:
-        """End it; its listener hears of it exactly once."""
+        """End it; its listener hears of it exactly once. Text that cannot be decoded makes it an error."""
         if self.times.finished is not None:
             return
         self.finish_reason, self.error = reason, error
-        if self.detokenizer is not None:
-            delta += self.detokenizer.finish()
-            if self.detokenizer.stopped is not None and reason == "length":
-                self.finish_reason, self.stop_reason = "stop", self.detokenizer.stopped
+        if self.detokenizer is not None and reason != "error":
+            try:
+                delta += self.detokenizer.finish()
+            except Exception as e:  # a tokenizer that the caller brought may raise anything
+                self.finish_reason, self.stop_reason, self.error = "error", None, as_generation_error(e)
+            else:
+                if self.detokenizer.stopped is not None and reason == "length":
+                    self.finish_reason, self.stop_reason = "stop", self.detokenizer.stopped
         self.times.finished = time.perf_counter()
         self.on_delta(self, delta, tokens or [])
+
+
+def as_generation_error(error: BaseException) -> GenerationError:
+    """What ends an answer, from whatever went wrong."""
+    if isinstance(error, GenerationError):
+        return error
+    wrapped = GenerationError(f"the request failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Sequence
 
@@ -25,8 +26,10 @@ class Worker:
         self._arrived: list[Answer] = []
         self._waiting = 0
         self._stopping = False
-        # A daemon, so that a program that ends without close() is not held up by an unfinished request.
+        # A daemon, so that a program that ends without close() is not held up by an unfinished request: it is stopped
+        # and waited for when the interpreter exits.
         self._thread = threading.Thread(target=self._run, name="trtllm_shadowkv", daemon=True)
+        atexit.register(self.stop)
         self._thread.start()
 
     def submit(self, answers: Sequence[Answer]) -> None:
@@ -34,8 +37,10 @@ class Worker:
 
         Raises:
             RequestError: the queue is full.
-            StateError: the worker was stopped.
+            StateError: the worker was stopped, or belongs to the process that this one was forked from.
         """
+        if not self._thread.is_alive():
+            raise StateError("the LLM is closed, or was opened by the parent process", todo="open another one")
         with self._changed:
             if self._stopping:
                 raise StateError("the LLM is closed", todo="open another one")
@@ -56,15 +61,27 @@ class Worker:
                 answer.cancelled = True
             self._changed.notify()
 
-    def stop(self) -> None:
-        """End the thread; whatever is unfinished ends as cancelled."""
+    def stop(self, *, wait: bool = True) -> None:
+        """End the thread after the step that runs; whatever is unfinished ends as cancelled.
+
+        Args:
+            wait: until it has ended. A garbage collector must not: it may have interrupted anybody.
+        """
+        if not self._thread.is_alive():  # nor take a lock that was held when this process was forked
+            return
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        if threading.current_thread() is not self._thread:
+        if wait and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            atexit.unregister(self.stop)
+
+    def _loop(self) -> None:
         scheduler = self._scheduler
         while True:
             with self._changed:

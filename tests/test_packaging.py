@@ -8,93 +8,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
-import tomllib
-import venv
 import zipfile
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import trtllm_shadowkv
+from tests.bare_environment import OFFLINE, PIP, PYPROJECT, SITE_PACKAGES, Environment, copy_checkout, new_environment
 from trtllm_shadowkv import names
 from trtllm_shadowkv.library import ENVIRONMENT, FILE
 
-ROOT = Path(__file__).parents[1]
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SITE_PACKAGES = Path(sysconfig.get_path("purelib"))
 NO_LINKS = re.compile(r"^ *trtllm_shadowkv/build is no folder: .*made without symbolic links; use .*$", re.MULTILINE)
-PIP = ("-m", "pip", "--disable-pip-version-check")
-OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index")
-
-
-@dataclass
-class Environment:
-    """A virtual environment with the build backend and nothing else, and variables that hide every compiler."""
-
-    folder: Path
-    variables: dict[str, str]
-
-    @property
-    def python(self) -> Path:
-        return self.folder / "bin/python"
-
-    @property
-    def site_packages(self) -> Path:
-        return next(self.folder.glob("lib/python*/site-packages"))
-
-    def run(
-        self, *command: str | Path, cwd: Path, ok: bool = True, extra: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run `command`; its two outputs come as one. `ok`: whether it must succeed or must fail."""
-        variables = {**self.variables, **(extra or {})}
-        done = subprocess.run(
-            command, cwd=cwd, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        assert (done.returncode == 0) is ok, f"{' '.join(map(str, command))}\n{done.stdout}"
-        return done
-
-    def pip(self, *arguments: str | Path, cwd: Path, ok: bool = True) -> str:
-        return self.run(sys.executable, *PIP, "--python", self.python, *arguments, cwd=cwd, ok=ok).stdout
-
-
-def new_environment(folder: Path) -> Environment:
-    venv.create(folder / "venv", with_pip=False, symlinks=True)
-    environment = Environment(folder / "venv", {})
-    for name in ("scikit_build_core", "packaging", "pathspec"):
-        (environment.site_packages / name).symlink_to(SITE_PACKAGES / name)
-    tools = folder / "tools"
-    tools.mkdir()
-    for tool in ("cmake", "ninja", "git", "make", "bash", "sed", "find"):
-        beside = Path(sys.executable).with_name(tool)
-        found = str(beside) if beside.exists() else shutil.which(tool)
-        assert found, f"{tool} is needed: install requirements/build.txt, git and make"
-        (tools / tool).symlink_to(found)
-    home = folder / "home"
-    home.mkdir()
-    # CMake also looks in /usr/bin, whatever PATH says: these two hide the compilers there.
-    no_compiler = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
-    environment.variables = {"PATH": str(tools), "HOME": str(home), "LC_ALL": "C.UTF-8", **no_compiler}
-    return environment
-
-
-def copy_checkout(to: Path) -> Path:
-    """What a clone of this checkout would hold (committed or not yet), links kept as links."""
-    to.mkdir(parents=True)
-    for name in (*PYPROJECT["tool"]["scikit-build"]["sdist"]["include"], "/.gitignore", "/Makefile", "/requirements/"):
-        source = ROOT / name.strip("/")
-        if source.is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "*.so")
-            shutil.copytree(source, to / source.name, symlinks=True, ignore=ignored)
-        else:
-            shutil.copy(source, to / source.name)
-    return to
 
 
 def modules(checkout: Path) -> list[str]:
@@ -319,6 +246,33 @@ def test_half_a_toolkit_is_named(bare: Environment, checkout: Path, tmp_path: Pa
     assert "has nvcc but no" in warned and "libtrtllm_shadowkv.so is not built" in warned
     refused = bare.run(*command, cwd=tmp_path, ok=False, extra=variables | {"TRTLLM_SHADOWKV_CUDA": "ON"}).stdout
     assert "TRTLLM_SHADOWKV_CUDA is ON, but" in refused
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "line"),
+    [
+        ("echo 'release 11.8, V11.8.89'", "is of CUDA 11.8, which cannot compile for 100a and 120"),
+        (
+            "[ $1 = --version ] && echo 'release 13.0, V13.0.88' || { echo 'unsupported g++' >&2; exit 1; }",
+            "cannot compile",
+        ),
+        ("exit 3", "does not answer to --version"),
+    ],
+)
+def test_toolkit_that_does_not_work_is_named(
+    bare: Environment, checkout: Path, tmp_path: Path, nvcc: str, line: str
+) -> None:
+    root = tmp_path / "cuda"
+    (root / "bin").mkdir(parents=True)
+    (root / "bin/nvcc").write_text(f"#!/bin/sh\n{nvcc}\n")
+    (root / "bin/nvcc").chmod(0o755)
+    command = ("cmake", "-G", "Ninja", "-S", checkout, "-B", "configured", f"-DPython_EXECUTABLE={bare.python}")
+    compiler = {"PATH": f"{bare.variables['PATH']}:{os.environ['PATH']}", "CC": "cc", "CXX": "c++"}
+    variables = compiler | {"CUDA_HOME": str(root)}
+    warned = bare.run(*command, cwd=tmp_path, extra=variables).stdout
+    assert [text for text in warned.splitlines() if line in text and "libtrtllm_shadowkv.so is not built" in text]
+    refused = bare.run(*command, cwd=tmp_path, ok=False, extra=variables | {"TRTLLM_SHADOWKV_CUDA": "ON"}).stdout
+    assert [text for text in refused.splitlines() if line in text and "TRTLLM_SHADOWKV_CUDA is ON, but" in text]
 
 
 def test_wheel_with_the_library(checkout: Path, tmp_path: Path) -> None:

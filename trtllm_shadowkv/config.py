@@ -52,10 +52,12 @@ class _Config:
             raise ConfigError(f"{where} holds {type(data).__name__}", "a mapping of settings")
         for key in data:
             if key not in cls.names():
-                raise ConfigError(
-                    f"{where}: unknown setting {key!r}{nearest(str(key), cls.names())}", f"one of {', '.join(cls.names())}"
-                )
-        return cls(**data)
+                near = nearest(str(key), cls.names())
+                raise ConfigError(f"{where}: unknown setting {key!r}{near}", f"one of {', '.join(cls.names())}")
+        try:
+            return cls(**data)
+        except ConfigError as e:
+            raise ConfigError(f"{where}: {e}") from None
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -90,6 +92,7 @@ class ShadowKVConfig(_Config):
     def __post_init__(self) -> None:
         if self.attention not in get_args(Attention):
             raise ConfigError(f"shadowkv.attention is {self.attention!r}", "'shadowkv' or 'dense'")
+        _check_int("shadowkv", "chunk_size", self.chunk_size, 8, 16)
         if self.chunk_size not in (8, 16):
             raise ConfigError(f"shadowkv.chunk_size is {self.chunk_size!r}", "8 or 16")
         if self.rank is not None:
@@ -104,9 +107,10 @@ class ShadowKVConfig(_Config):
         if self.window % self.chunk_size:
             raise ConfigError(f"shadowkv.window is {self.window}", f"a multiple of chunk_size ({self.chunk_size})")
         if self.dense_limit + 1 < self.window + self.chunk_size:
+            least = self.window + self.chunk_size - 1
             raise ConfigError(
                 f"shadowkv.dense_limit is {self.dense_limit} with a window of {self.window}",
-                f"at least window + chunk_size - 1 = {self.window + self.chunk_size - 1}, so that a sealed row has a chunk to seal",
+                f"at least window + chunk_size - 1 = {least}, so that a sealed row has a chunk to seal",
             )
 
     @property
@@ -126,8 +130,10 @@ class ShadowKVConfig(_Config):
         """With the rank filled in, for keys of ``key_width`` = num_kv_heads · head_size elements a token.
 
         Raises:
-            ConfigError: the rank is larger than the keys are wide.
+            ConfigError: the rank is larger than the keys are wide, or they are narrower than the smallest rank.
         """
+        if key_width < 16:
+            raise ConfigError(f"the model's keys are {key_width} elements wide", "16 or more, the smallest rank")
         if self.rank is None:
             return replace(self, rank=min(160, key_width // 16 * 16))
         if self.rank > key_width:
@@ -178,7 +184,9 @@ class BuildConfig(_Config):
         _check_int("build", "max_batch_size", self.max_batch_size, 1, 4096)
         if self.max_seq_len is not None:
             _check_int("build", "max_seq_len", self.max_seq_len, 2, 1 << 24)
-        _check_int("build", "max_num_tokens", self.max_num_tokens, 16, 1 << 20)
+        _check_int("build", "max_num_tokens", self.max_num_tokens, 1, 1 << 20)
+        if not isinstance(self.shadowkv, ShadowKVConfig):
+            raise ConfigError(f"build.shadowkv is {type(self.shadowkv).__name__}", "a ShadowKVConfig")
 
     @classmethod
     def from_dict(cls, data: Any, where: str) -> BuildConfig:
@@ -217,6 +225,8 @@ class RuntimeConfig(_Config):
         if self.threads is not None:
             _check_int("runtime", "threads", self.threads, 1, 1024)
         _check_int("runtime", "max_queue", self.max_queue, 1)
+        if not isinstance(self.shadowkv, dict):
+            raise ConfigError(f"runtime.shadowkv is {type(self.shadowkv).__name__}", "a mapping of settings")
 
 
 def load_build_config(path: str | Path | None, **overrides: Any) -> BuildConfig:
@@ -225,20 +235,36 @@ def load_build_config(path: str | Path | None, **overrides: Any) -> BuildConfig:
     ``attention`` is accepted as a keyword for ``shadowkv.attention``.
 
     Raises:
-        ConfigError: unreadable file, no YAML, an unknown key or a bad value.
+        ConfigError: unreadable file, no YAML, an unknown or repeated key, or a bad value.
     """
-    data: Any = {}
-    if path is not None:
-        import yaml
-
-        try:
-            data = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"cannot read the configuration {path}: {e}") from e
-        except yaml.YAMLError as e:
-            raise ConfigError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
+    data = {} if path is None else _read_yaml(path)
     config = BuildConfig.from_dict(data, str(path) if path else "build settings")
     attention = overrides.pop("attention", None)
     if attention is not None:
         config = replace(config, shadowkv=replace(config.shadowkv, attention=attention))
     return replace(config, **{k: v for k, v in overrides.items() if v is not None})
+
+
+def _read_yaml(path: str | Path) -> Any:
+    """Content of a YAML file; an empty one is an empty mapping."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses a repeated key, of which the plain loader keeps the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise ConfigError(f"{path}: {key!r} is set more than once", "each setting once")
+            return super().construct_mapping(node, deep)  # type: ignore[no-any-return]
+
+    try:
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+    except ConfigError:
+        raise
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"cannot read the configuration {path}: {e}") from e
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # a date of month 13 is a ValueError, not a YAMLError
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(e).split())}") from e
+    return {} if data is None else data

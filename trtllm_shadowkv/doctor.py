@@ -78,7 +78,7 @@ CXX = Part("C++ compiler", "compiling the plugins", "apt-get install g++")
 PLUGINS = Part(
     "libtrtllm_shadowkv.so",
     "running TensorRT engines",
-    f"{_COMPILER} && pip install -v . -C cmake.define.TRTLLM_SHADOWKV_CUDA=ON, in a checkout",
+    f"{_COMPILER} && TRTLLM_SHADOWKV_CUDA=ON pip install -v ., in a checkout",
 )
 
 _BUILD = ("numpy", "onnx", "safetensors", "tokenizers", "torch")

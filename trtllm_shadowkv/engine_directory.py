@@ -53,7 +53,10 @@ class EngineDirectory:
         Raises:
             EngineError: no engine directory, another schema, a missing or altered file.
         """
-        path = Path(path)
+        try:
+            path = Path(path)
+        except TypeError as e:
+            raise EngineError(f"an engine directory of type {type(path).__name__}", "a path, as str or Path") from e
         listed = manifest.check(path, whole=whole)
         config = path / names.CONFIG_FILE
         if names.CONFIG_FILE not in listed["files"]:
@@ -69,10 +72,9 @@ class EngineDirectory:
                 max_num_tokens=limits["max_num_tokens"],
                 shadowkv=ShadowKVConfig.from_dict(data["shadowkv"], f"{config}: shadowkv"),
             )
-        except (KeyError, TypeError, ValueError) as e:
-            if isinstance(e, ConfigError):
-                raise
-            raise EngineError(f"{config} cannot be read: {type(e).__name__}: {e}", todo="build the engine again") from e
+        except (OSError, KeyError, TypeError, ValueError, RecursionError) as e:  # ConfigError is a ValueError
+            what = str(e) if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
+            raise EngineError(f"{config} cannot be used: {what}", todo="build the engine again") from e
         return cls(path, model, build, tuple(listed["files"]))
 
 

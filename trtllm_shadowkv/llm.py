@@ -6,30 +6,20 @@ import itertools
 import secrets
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from trtllm_shadowkv.config import RuntimeConfig, ShadowKVConfig
+from trtllm_shadowkv.config import RuntimeConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory
-from trtllm_shadowkv.errors import (
-    ConfigError,
-    EngineError,
-    GenerationError,
-    MissingDependencyError,
-    RequestError,
-    nearest,
-    require,
-)
-from trtllm_shadowkv.machine import memory
+from trtllm_shadowkv.errors import GenerationError, RequestError, require
+from trtllm_shadowkv.llm_settings import check_executor, memory_budgets, merged_settings
 from trtllm_shadowkv.request import AttentionParams, RequestHandle, RequestOutput, StreamDelta
+from trtllm_shadowkv.request_inputs import Prompt, checked_ids, granted, one, one_for_each, prompt_batch, token_ids
 from trtllm_shadowkv.sampling_params import SamplingParams
 from trtllm_shadowkv.tokenizer import Message, Tokenizer
 
-Prompt = str | Sequence[int]
 _CPU_STRETCH = 1024
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class LLM:
@@ -67,10 +57,12 @@ class LLM:
         from trtllm_shadowkv.runtime.worker import Worker
 
         self.engine = EngineDirectory.open(engine_dir)
-        self.runtime, self.config = _settings(self.engine, runtime or RuntimeConfig(), settings)
-        _check_executor(executor, self.engine)
-        self.tokenizer = _tokenizer(self.engine, tokenizer)
-        device, host = _memory(self.runtime)
+        self.runtime, self.config = merged_settings(
+            self.engine, RuntimeConfig() if runtime is None else runtime, settings
+        )
+        check_executor(executor, self.engine)
+        self.tokenizer = Tokenizer.of(self.engine, tokenizer)
+        device, host = memory_budgets(self.runtime)
         self.value_pool = ValuePool(host)
         state = CpuState(self.engine.model, self.config, self.value_pool)
         runner = OnnxCpuExecutor(self.engine, state, self.runtime.threads)
@@ -79,7 +71,7 @@ class LLM:
         limits = Limits(self.engine.build.max_batch_size, stretch, device, host)
         self._scheduler = Scheduler(runner, limits, state.footprint)
         self._worker = Worker(self._scheduler, self.runtime.max_queue)
-        self._close = weakref.finalize(self, self._worker.stop)
+        weakref.finalize(self, self._worker.stop, wait=False).atexit = False
         self._ids = itertools.count()
 
     # --- requests -------------------------------------------------------------------------------------------------
@@ -115,22 +107,33 @@ class LLM:
         """Answer one prompt, or a batch in which every answer is what it would be alone.
 
         Args:
-            prompts: a text or a list of token ids (one result), or a list of those (a list of results).
-            sampling_params: one for all, or one for each prompt; None: greedy, 32 tokens.
+            prompts: a text or a list of token ids (one result), or a list of those (a list of results). NumPy and
+                torch arrays are lists too.
+            sampling_params: one for all, or one for each prompt; None: greedy, 32 tokens. An answer that reaches the
+                engine's max_seq_len ends there with ``length``, whatever max_tokens says: a prompt of max_seq_len
+                tokens is answered with one.
             attention: one for all, or one for each prompt.
             progress: show a progress bar.
 
+        An interrupt (Ctrl-C) aborts the batch. After :meth:`close` in another thread, answers end as ``cancelled``.
+
         Raises:
             RequestError: a request that is refused; none of them was started then.
+            StateError: the LLM is closed.
             GenerationError: requests that failed while they ran; the others' results are in its ``outputs``.
         """
-        single = isinstance(prompts, str) or _is_ids(prompts)
-        batch: list[Any] = [prompts] if single else list(prompts)
-        params = _each(sampling_params or SamplingParams(), len(batch), "sampling_params", SamplingParams)
-        attentions = _each(attention or AttentionParams(), len(batch), "attention", AttentionParams)
-        handles = [self._prepare(*request) for request in zip(batch, params, attentions, strict=True)]
-        self._worker.submit([a for h in handles for a in h.answers])
-        outputs = _wait(handles, progress)
+        batch, single = prompt_batch(prompts)
+        params = one_for_each(sampling_params, len(batch), "sampling_params", SamplingParams)
+        attentions = one_for_each(attention, len(batch), "attention", AttentionParams)
+        if progress:
+            require("tqdm", "cpu")
+        handles: list[RequestHandle] = []
+        for i, request in enumerate(zip(batch, params, attentions, strict=True)):
+            try:
+                handles.append(self.prepare(*request))
+            except RequestError as e:
+                raise e if single else type(e)(f"prompt {i} of {len(batch)}: {e}") from e
+        outputs = self._run(handles, progress)
         return outputs[0] if single else outputs
 
     def generate_async(
@@ -140,13 +143,14 @@ class LLM:
         *,
         attention: AttentionParams | None = None,
     ) -> RequestHandle:
-        """Start one request and return at once.
+        """Start one request and return at once. The handle keeps the LLM open; without it the request is aborted.
 
         Raises:
             RequestError: the request is refused.
+            StateError: the LLM is closed.
         """
-        handle = self._prepare(prompt, sampling_params or SamplingParams(), attention or AttentionParams())
-        self._worker.submit(handle.answers)
+        handle = self.prepare(prompt, sampling_params, attention)
+        self.submit(handle)
         return handle
 
     def generate_stream(
@@ -160,6 +164,7 @@ class LLM:
 
         Raises:
             RequestError: the request is refused (at once, not at the first piece).
+            StateError: the LLM is closed.
             GenerationError: it failed while it ran.
         """
         return _stream(self.generate_async(prompt, sampling_params, attention=attention))
@@ -175,19 +180,72 @@ class LLM:
 
         Raises:
             RequestError: no tokenizer, no chat template, or a refused request.
+            StateError: the LLM is closed.
             GenerationError: the request failed while it ran.
         """
-        return self.generate_async(self.chat_ids(messages), sampling_params, attention=attention).result()
+        return self._run([self.prepare(self.chat_ids(messages), sampling_params, attention)])[0]
 
     def chat_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for :meth:`generate`."""
         return self._need_tokenizer("a chat").chat(messages)
 
+    def prepare(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, attention: AttentionParams | None = None
+    ) -> RequestHandle:
+        """Check a request and make its answers, without starting anything: that is :meth:`submit`.
+
+        Raises:
+            RequestError: the request is refused.
+        """
+        from trtllm_shadowkv.runtime.detokenize import Detokenizer
+        from trtllm_shadowkv.runtime.sampling import Sampler, bad_word_ids
+        from trtllm_shadowkv.runtime.sequence import Answer
+
+        params = one(sampling_params, "sampling_params", SamplingParams)
+        top_k, dense = granted(one(attention, "attention", AttentionParams), self.config)
+        text = prompt if isinstance(prompt, str) else None
+        ids = self._need_tokenizer("a text prompt").encode(text) if text is not None else token_ids(prompt)
+        ids = checked_ids(prompt, ids, self.engine.model.vocab_size, self.engine.max_seq_len)
+        words: list[tuple[int, ...]] = []
+        if params.stop_strings or params.bad_strings:
+            tokenizer = self._need_tokenizer("a stop or bad string")
+            words = bad_word_ids(params.bad_strings, lambda word: tokenizer.encode(word, special=False))
+        end_ids = frozenset(() if params.ignore_eos else self.engine.model.eos_token_ids)
+        ends = end_ids | frozenset(params.stop_token_ids or ())
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        stops = (params.stop_strings, params.include_stop_str_in_output, ids)
+        handle = RequestHandle(next(self._ids), text, ids, params.logprobs is not None, owner=self)
+        answers = [
+            Answer(
+                prompt_ids=ids,
+                max_tokens=min(params.max_tokens, self.engine.max_seq_len - len(ids) + 1),
+                top_k=top_k,
+                dense=dense,
+                sampler=Sampler(params, self.engine.model.vocab_size, seed, index, end_ids=end_ids, bad_words=words),
+                detokenizer=Detokenizer(self.tokenizer, *stops) if self.tokenizer else None,
+                end_ids=ends,
+                on_delta=handle.listener(),
+            )
+            for index in range(params.n)
+        ]
+        self._scheduler.check_fits(answers[0])  # the others are like it
+        handle.expect(answers, self._worker.cancel)
+        return handle
+
+    def submit(self, *handles: RequestHandle) -> None:
+        """Start prepared requests, all or none.
+
+        Raises:
+            RequestError: the queue is full.
+            StateError: the LLM is closed.
+        """
+        self._worker.submit([answer for handle in handles for answer in handle.answers])
+
     # --- life -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the worker; unfinished requests end as cancelled. Harmless when repeated."""
-        self._close()
+        self._worker.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -199,71 +257,26 @@ class LLM:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _prepare(self, prompt: Any, params: SamplingParams, attention: AttentionParams) -> RequestHandle:
-        """Check a request and make its answers, without starting anything."""
-        from trtllm_shadowkv.runtime.detokenize import Detokenizer
-        from trtllm_shadowkv.runtime.sampling import Sampler, bad_word_ids
-        from trtllm_shadowkv.runtime.sequence import Answer
-
-        text, ids = self._prompt_ids(prompt)
-        if params.stop_strings or params.bad_strings:
-            self._need_tokenizer("a stop or bad string")
-        top_k, dense = self._attention(attention)
-        words = bad_word_ids(params.bad_strings, lambda w: self.tokenizer.encode(w, special=False)) if self.tokenizer else []
-        end_ids = frozenset(() if params.ignore_eos else self.engine.model.eos_token_ids)
-        ends = end_ids | frozenset(params.stop_token_ids or ())
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        handle = RequestHandle(next(self._ids), text, ids, self._worker.cancel, params.logprobs is not None)
-        answers = []
-        for index in range(params.n):
-            stops = (params.stop_strings, params.include_stop_str_in_output, ids)
-            answer = Answer(
-                prompt_ids=ids,
-                max_tokens=min(params.max_tokens, self.engine.max_seq_len - len(ids) + 1),
-                top_k=top_k,
-                dense=dense,
-                sampler=Sampler(
-                    params, self.engine.model.vocab_size, seed, index, end_ids=end_ids, bad_words=words
-                ),
-                detokenizer=Detokenizer(self.tokenizer, *stops) if self.tokenizer else None,
-                end_ids=ends,
-                on_delta=handle.on_delta,
-            )
-            self._scheduler.check_fits(answer)
-            answers.append(answer)
-        handle.expect(answers)
-        return handle
-
-    def _prompt_ids(self, prompt: Any) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            text, ids = prompt, self._need_tokenizer("a text prompt").encode(prompt)
-        elif _is_ids(prompt):
-            text, ids = None, [int(i) for i in prompt]
-        else:
-            raise RequestError(f"a prompt of type {type(prompt).__name__}", "a text or a list of token ids")
-        vocabulary = self.engine.model.vocab_size
-        if not ids:
-            raise RequestError("the prompt is empty", "one token or more")
-        if not 0 <= min(ids) <= max(ids) < vocabulary:
-            wrong = next(i for i in ids if not 0 <= i < vocabulary)
-            raise RequestError(f"the prompt holds token id {wrong}", f"0 to {vocabulary - 1}")
-        if len(ids) > self.engine.max_seq_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens", f"at most max_seq_len = {self.engine.max_seq_len}", "shorten it"
-            )
-        return text, ids
-
-    def _attention(self, attention: AttentionParams) -> tuple[int, bool]:
-        """Chunks to select and whether to be dense, within what was built."""
-        built = self.config
-        if built.dense and (attention.mode == "shadowkv" or attention.top_k is not None):
-            raise RequestError("ShadowKV attention was asked for", "dense attention: this engine was built dense")
-        if attention.mode == "dense" and attention.top_k is not None:
-            raise RequestError("dense attention with a top_k", "one of them")
-        top_k = attention.top_k or built.top_k
-        if top_k > built.top_k:
-            raise RequestError(f"attention top_k is {top_k}", f"at most {built.top_k}, as the engine was built")
-        return top_k, built.dense or attention.mode == "dense"
+    def _run(self, handles: list[RequestHandle], progress: bool = False) -> list[RequestOutput]:
+        """Results in order. An interrupt, or any error in here, aborts what is unfinished."""
+        outputs: list[RequestOutput | None] = []
+        failed: GenerationError | None = None
+        try:
+            self.submit(*handles)
+            for handle in _bar(handles) if progress else handles:
+                try:
+                    outputs.append(handle.result())
+                except GenerationError as e:
+                    outputs.append(None)
+                    failed = failed or e
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+        if failed is not None:
+            failed.outputs = outputs
+            raise failed
+        return [o for o in outputs if o is not None]
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -271,86 +284,6 @@ class LLM:
                 f"{what} needs a tokenizer and this engine has none", todo="pass LLM(…, tokenizer=…) or token ids"
             )
         return self.tokenizer
-
-
-def _settings(
-    engine: EngineDirectory, runtime: RuntimeConfig, settings: dict[str, Any]
-) -> tuple[RuntimeConfig, ShadowKVConfig]:
-    """Merge keyword settings into the runtime's, and both into what the engine was built with."""
-    known = [*RuntimeConfig.names(), *ShadowKVConfig.names()]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"unknown setting {name!r}{nearest(name, known)}", f"one of {', '.join(known)}")
-    overrides = {k: v for k, v in settings.items() if k in ShadowKVConfig.names()}
-    runtime = replace(runtime, **{k: v for k, v in settings.items() if k not in overrides})
-    longest = engine.build.max_num_tokens
-    if runtime.max_stretch is not None and runtime.max_stretch > longest:
-        raise ConfigError(f"max_stretch is {runtime.max_stretch}", f"at most the engine's max_num_tokens, {longest}")
-    return runtime, engine.build.shadowkv.overridden({**runtime.shadowkv, **overrides})
-
-
-def _check_executor(executor: str | None, engine: EngineDirectory) -> None:
-    """No quiet fallback: an engine that cannot be used is an error, not a reason to take the CPU."""
-    if executor not in (None, "onnx_cpu", "tensorrt"):
-        raise ConfigError(f"executor is {executor!r}", "'onnx_cpu' or 'tensorrt'")
-    if executor == "tensorrt" or (executor is None and engine.has_engine):
-        raise MissingDependencyError(
-            "this version has no TensorRT executor", todo="use LLM(…, executor='onnx_cpu') to run the ONNX graph"
-        )
-
-
-def _tokenizer(engine: EngineDirectory, given: Any) -> Tokenizer | None:
-    if given is not None:
-        return Tokenizer.load(given)
-    return Tokenizer.load(engine.path) if any(f in engine.files for f in _TOKENIZER_FILES) else None
-
-
-def _memory(runtime: RuntimeConfig) -> tuple[int, int]:
-    """Bytes for device and host memory; on a CPU both are the machine's."""
-    free = memory().pinnable
-    if free is None and (runtime.device_memory is None or runtime.host_memory is None):
-        raise EngineError("this system does not say how much memory is free", todo="set device_memory and host_memory")
-    return runtime.device_memory or (free or 0) // 2, runtime.host_memory or (free or 0) // 4
-
-
-def _is_ids(prompt: Any) -> bool:
-    """A sequence (or array) of whole numbers; an empty one counts."""
-    if isinstance(prompt, str | bytes) or not hasattr(prompt, "__len__") or not hasattr(prompt, "__getitem__"):
-        return False
-    try:
-        return all(isinstance(i, int) and not isinstance(i, bool) for i in getattr(prompt, "tolist", lambda: prompt)())
-    except TypeError:
-        return False
-
-
-def _each(value: Any, count: int, name: str, kind: type) -> list[Any]:
-    values = [value] * count if isinstance(value, kind) else value
-    if not isinstance(values, list | tuple) or any(not isinstance(v, kind) for v in values):
-        raise RequestError(f"{name} is {type(value).__name__}", f"{kind.__name__}, or a list of them")
-    if len(values) != count:
-        raise RequestError(f"{len(values)} {name} for {count} prompts", "one for all, or one for each")
-    return list(values)
-
-
-def _wait(handles: list[RequestHandle], progress: bool) -> list[RequestOutput]:
-    """Results in order. An interrupt, or any error in here, aborts what is unfinished."""
-    outputs: list[RequestOutput | None] = []
-    failed: GenerationError | None = None
-    try:
-        for handle in _bar(handles) if progress else handles:
-            try:
-                outputs.append(handle.result())
-            except GenerationError as e:
-                outputs.append(None)
-                failed = failed or e
-    except BaseException:
-        for handle in handles:
-            handle.abort()
-        raise
-    if failed is not None:
-        failed.outputs = outputs
-        raise failed
-    return [o for o in outputs if o is not None]
 
 
 def _bar(handles: list[RequestHandle]) -> Iterator[RequestHandle]:

@@ -46,7 +46,13 @@ def cpp_header() -> str:
     """The C++ twin of this module (text of ``names.h``)."""
     here = globals()
     scalars = [n for n in here if n.isupper() and isinstance(here[n], str)]
-    lines = ["// Generated from trtllm_shadowkv/names.py; do not edit.", "#pragma once", "", "namespace trtllm_shadowkv::names", "{"]
+    lines = [
+        "// Generated from trtllm_shadowkv/names.py; do not edit.",
+        "#pragma once",
+        "",
+        "namespace trtllm_shadowkv::names",
+        "{",
+    ]
     lines += [f'inline constexpr char const* k{n} = "{here[n]}";' for n in scalars]
     lines += ["inline constexpr char const* kATTRIBUTE_NAMES[] = {"]
     lines += [f'    "{a}",' for a in ATTRIBUTES]

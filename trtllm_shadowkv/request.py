@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from trtllm_shadowkv.errors import GenerationError, RequestError
@@ -44,6 +47,7 @@ class RequestStatistics:
         bytes_fetched: bytes of values copied from host memory.
         sealed_tokens: tokens in sealed chunks; ``generated_sealed``: those sealed by projection after the prompt.
         residual: ‖K − A·B‖/‖K‖ of the keys sealed by projection: how far the prompt's subspace still serves.
+        device_bytes: keys, values and sealed state kept hot at the end; host_bytes: values in host memory.
     """
 
     prompt_tokens: int
@@ -56,6 +60,8 @@ class RequestStatistics:
     sealed_tokens: int
     generated_sealed: int
     residual: float | None
+    device_bytes: int
+    host_bytes: int
 
 
 @dataclass(frozen=True)
@@ -108,40 +114,54 @@ class StreamDelta:
 class RequestHandle:
     """A request under way: wait for it, iterate over it (also with ``await`` and ``async for``), or abort it.
 
+    It keeps its LLM open. A request whose handle is gone has nobody to answer and is aborted; so is one whose
+    awaiting task is cancelled.
+
     Args:
-        cancel: asks the worker to end answers.
         logprobs: whether logprobs go into the output.
+        owner: what has to live as long as the handle does.
     """
 
-    def __init__(
-        self,
-        request_id: int,
-        prompt: str | None,
-        prompt_ids: list[int],
-        cancel: Callable[[Sequence[Answer]], None],
-        logprobs: bool,
-    ) -> None:
+    def __init__(self, request_id: int, prompt: str | None, prompt_ids: list[int], logprobs: bool, owner: Any) -> None:
         self.request_id, self.prompt, self.prompt_ids = request_id, prompt, prompt_ids
         self.answers: list[Answer] = []
-        self._cancel = cancel
         self._logprobs = logprobs
+        self._owner = owner
         self._deltas: queue.SimpleQueue[StreamDelta] = queue.SimpleQueue()
-        self._left = 0
+        self._running = self._unread = 0  # answers that go on; answers whose last delta was not taken yet
         self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._wakers: list[Callable[[], None]] = []
 
-    def expect(self, answers: list[Answer]) -> None:
-        """Name the answers before they are submitted."""
-        self.answers, self._left = answers, len(answers)
+    def expect(self, answers: list[Answer], cancel: Callable[[Sequence[Answer]], None]) -> None:
+        """Name the answers, and what ends them, before they are submitted."""
+        self.answers, self._running, self._unread = answers, len(answers), len(answers)
+        self._end = partial(_cancel, cancel, answers)
+        weakref.finalize(self, self._end).atexit = False
 
-    def on_delta(self, answer: Answer, text: str, tokens: list[int]) -> None:
-        """Called by the worker's thread."""
+    def listener(self) -> Callable[[Answer, str, list[int]], None]:
+        """What the worker's thread calls with new tokens. It does not keep the handle alive."""
+        method = weakref.WeakMethod(self._on_delta)
+
+        def listen(answer: Answer, text: str, tokens: list[int]) -> None:
+            on_delta = method()
+            if on_delta is not None:
+                on_delta(answer, text, tokens)
+
+        return listen
+
+    def _on_delta(self, answer: Answer, text: str, tokens: list[int]) -> None:
         finished = answer.finish_reason if answer.times.finished is not None else None
         index = next(i for i, a in enumerate(self.answers) if a is answer)
         self._deltas.put(StreamDelta(index, text, tokens, finished))
         if finished is not None:
-            self._left -= 1
-            if self._left == 0:
+            self._running -= 1
+            if self._running == 0:
                 self._done.set()
+        with self._lock:
+            wakers, self._wakers = self._wakers, []
+        for wake in wakers:
+            wake()
 
     @property
     def finished(self) -> bool:
@@ -149,7 +169,7 @@ class RequestHandle:
 
     def abort(self) -> None:
         """End the request as soon as the step that runs is over; harmless when it is finished."""
-        self._cancel(self.answers)
+        self._end()
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the whole request.
@@ -170,28 +190,56 @@ class RequestHandle:
                 raise GenerationError(f"request {self.request_id}: {answer.error}") from answer.error
 
     def __iter__(self) -> Iterator[StreamDelta]:
-        """Deltas of all answers as they come, from the first on; one consumer only.
+        """Deltas of all answers as they come, each delta once; one consumer only.
 
         Raises:
             GenerationError: an answer failed while it ran.
         """
-        left = len(self.answers)
-        while left:
-            delta = self._deltas.get()
-            left -= delta.finish_reason is not None
-            yield delta
+        while self._unread:
+            yield self._counted(self._deltas.get())
+        self._raise_errors()
+
+    async def __aiter__(self) -> AsyncIterator[StreamDelta]:
+        while self._unread:
+            await self._until(lambda: not self._deltas.empty())
+            yield self._counted(self._deltas.get_nowait())
         self._raise_errors()
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
-        return asyncio.to_thread(self.result).__await__()
+        return self._awaited().__await__()
 
-    async def __aiter__(self) -> AsyncIterator[StreamDelta]:
-        left = len(self.answers)
-        while left:
-            delta = await asyncio.to_thread(self._deltas.get)
-            left -= delta.finish_reason is not None
-            yield delta
-        self._raise_errors()
+    async def _awaited(self) -> RequestOutput:
+        await self._until(self._done.is_set)
+        return self.result()
+
+    def _counted(self, delta: StreamDelta) -> StreamDelta:
+        self._unread -= delta.finish_reason is not None
+        return delta
+
+    async def _until(self, ready: Callable[[], bool]) -> None:
+        """Wait on the running event loop, without a thread."""
+        loop = asyncio.get_running_loop()
+        try:
+            while not ready():
+                changed = loop.create_future()
+                with self._lock:
+                    self._wakers.append(lambda future=changed: _wake(loop, future))  # type: ignore[misc]
+                if not ready():  # it may have become so before the waker was there
+                    await changed
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+
+
+def _cancel(cancel: Callable[[Sequence[Answer]], None], answers: list[Answer]) -> None:
+    if any(answer.times.finished is None for answer in answers):
+        cancel(answers)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None:
+    """From the worker's thread; the loop may be closed by now."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
 
 def _completion(index: int, answer: Answer, logprobs: bool) -> CompletionOutput:
@@ -227,4 +275,6 @@ def statistics(answer: Answer) -> RequestStatistics:
         sealed_tokens=row.sealed_tokens,
         generated_sealed=row.generated_sealed,
         residual=row.residual,
+        device_bytes=answer.held.live + answer.held.sealed,
+        host_bytes=answer.held.host,
     )

@@ -31,6 +31,11 @@ class ChunkCaches:
         self._used = np.zeros((layers, heads, slots), np.int64)  # step of the last use; 0: free
         self._step = np.zeros(layers, np.int64)
 
+    @property
+    def stores(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values."""
+        return self.keys, self.values
+
     @staticmethod
     def nbytes(layers: int, heads: int, slots: int, width: int) -> int:
         """Bytes of keys and values; the tables are small beside them."""

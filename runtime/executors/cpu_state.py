@@ -1,4 +1,4 @@
-"""The state of the CPU executor: ``reference.state.ReferenceState``, made fast with contiguous buffers and batched calls."""
+"""The state of the CPU executor: ``reference.state.ReferenceState`` made fast, with contiguous buffers and batches."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ class CpuState:
     def allocate(self, slot: int, *, prompt_tokens: int, total_tokens: int, top_k: int, dense: bool) -> None:
         if slot in self.rows or slot < 0:
             raise StateError(f"slot {slot} is {'in use' if slot in self.rows else 'negative'}", "a free slot")
+        if not 1 <= top_k <= self.config.top_k:
+            raise StateError(f"top_k is {top_k}", f"from 1 to {self.config.top_k}, as configured")
         shape = self._shape(prompt_tokens, total_tokens, dense)
         self.rows[slot] = Row(shape, top_k, Live.empty(self.model, shape.live_tokens))
 
@@ -82,9 +84,11 @@ class CpuState:
         if len(set(live)) != len(live) or any(s not in self.rows for s in live):
             raise StateError(f"pass over slots {list(slots)}", "allocated slots, each once")
         if kind == "context":
-            row = self.rows[slots[0]]
-            if len(slots) != 1 or row.prompt_done or start != row.length or length < 1:
-                raise StateError(f"a stretch of {length} tokens from {start}, row holds {row.length}", "the next stretch")
+            if len(slots) != 1 or not live:
+                raise StateError(f"a context pass over slots {list(slots)}", "one allocated slot")
+            row = self.rows[live[0]]
+            if row.prompt_done or start != row.length or length < 1:
+                raise StateError(f"{length} tokens from {start}, but the row holds {row.length}", "the next stretch")
             if start + length > row.shape.prompt_tokens:
                 raise StateError(f"a stretch to {start + length}", f"at most {row.shape.prompt_tokens} prompt tokens")
             row.length, row.prompt_done = start + length, is_last
@@ -122,8 +126,8 @@ class CpuState:
 
     def seal_prompt(self, slot: int) -> None:
         row, config, m = self.rows[slot], self.config, self.model
-        if row.sealed is not None or not row.prompt_done:
-            raise StateError(f"seal_prompt of slot {slot}", "a row whose prompt is done and that is not sealed yet")
+        if not row.prompt_done or not self.must_seal(slot):
+            raise StateError(f"seal_prompt of slot {slot}", "a row whose prompt is done and that must be sealed")
         chunk, chunks, capacity = config.chunk_size, config.sealed_chunks(row.length + 1), row.shape.chunks
         tokens, width = chunks * chunk, chunk * m.head_size
         layers, heads, outliers = m.num_layers, m.num_kv_heads, min(config.outliers, chunks)
@@ -212,15 +216,17 @@ class CpuState:
         )
         if not torch.isfinite(scores.amax()):  # NaN or +∞ somewhere: rare, and the rule is −∞ for what is undefined
             bias = sealed.bias[layer, :, None, :n]
-            scores = torch.where(torch.isneginf(bias), bias, scores.nan_to_num(nan=-math.inf, posinf=math.inf))
+            defined = scores.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+            scores = torch.where(torch.isneginf(bias), bias, defined)
         best = torch.log_softmax(scores, dim=2).nan_to_num_(nan=-math.inf).amax(dim=1)
-        selectable = n - sealed.outlier_keys.shape[1] // self.config.chunk_size
+        selectable = n - sealed.outlier_keys.shape[2] // self.config.chunk_size
         count = min(row.top_k, selectable)
         if count == selectable:
             return torch.isfinite(sealed.bias[layer, :, :n]).nonzero()[:, 1].view(len(best), count)
         # Chunks above the count-th best score, then those equal to it in order of id. Outliers must not tie with
         # selectable chunks whose score is −∞ too.
-        best = best.clamp_min_(torch.finfo(torch.float32).min).masked_fill_(torch.isneginf(sealed.bias[layer, :, :n]), -math.inf)
+        outlier = torch.isneginf(sealed.bias[layer, :, :n])
+        best = best.clamp_min_(torch.finfo(torch.float32).min).masked_fill_(outlier, -math.inf)
         threshold = best.topk(count, dim=1).values[:, -1:]
         above, equal = best > threshold, best == threshold
         room = count - above.sum(dim=1, keepdim=True)
@@ -238,7 +244,7 @@ class CpuState:
         basis = sealed.basis[layer].transpose(0, 1).reshape(self.rank, m.key_width)
         a, lost, total = project(plain, basis)
         sealed.coordinates[layer, sealed.sealing] = a
-        sealed.means[layer, :, sealed.sealing] = keys.mean(dim=1)
+        sealed.means[layer, :, sealed.sealing] = landmarks(keys[:, None])[:, 0]
         row.statistics.residual_lost += lost
         row.statistics.residual_total += total
 
@@ -318,11 +324,9 @@ class CpuState:
         keys, values = [row.live.keys[layer, :, live]], [row.live.values[layer, :, live]]
         if row.sealed is not None:
             sealed, shape = row.sealed, (q.shape[0], -1, q.shape[2])
-            keys += [sealed.outlier_keys[layer], sealed.caches.keys[layer].index_select(0, sealed.cache_rows).view(shape)]
-            values += [
-                sealed.outlier_values[layer],
-                sealed.caches.values[layer].index_select(0, sealed.cache_rows).view(shape),
-            ]
+            cached = (t[layer].index_select(0, sealed.cache_rows).view(shape) for t in sealed.caches.stores)
+            keys += [sealed.outlier_keys[layer], next(cached)]
+            values += [sealed.outlier_values[layer], next(cached)]
         scores = torch.cat([torch.bmm(q, k.transpose(1, 2)) for k in keys], dim=2)
         weights = scores.mul_(q.shape[2] ** -0.5).softmax(dim=2).split([k.shape[1] for k in keys], dim=2)
         out = torch.bmm(weights[0], values[0])

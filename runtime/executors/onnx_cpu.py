@@ -27,6 +27,9 @@ from trtllm_shadowkv.errors import EngineError
 from trtllm_shadowkv.runtime.state import State
 
 _FLOATS = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_PARALLEL_ELEMENTS = 1 << 20
+"""Elements of one layer's attention from which torch's threads pay. Below, waking and joining them costs more than the
+work, and tens of times more where other processes keep the cores busy."""
 _current = threading.local()
 
 Array = NDArray[Any]
@@ -58,6 +61,7 @@ def _call(op: Callable[[State], Any]) -> Any:
         raise
 
 
+_op: Callable[..., Callable[[Callable[..., Any]], Any]] = onnx_op  # which has no types
 _ATTRIBUTES = {
     **dict.fromkeys(names.ATTRIBUTES, PyOp.dt_int64),
     "plugin_namespace": PyOp.dt_string,
@@ -65,7 +69,7 @@ _ATTRIBUTES = {
 }
 
 
-@onnx_op(
+@_op(
     op_type=f"{names.DOMAIN}::{names.LANDMARK_TOPK}",
     inputs=[PyOp.dt_float, PyOp.dt_int32, PyOp.dt_int32],
     outputs=[PyOp.dt_float, PyOp.dt_int32],
@@ -80,7 +84,7 @@ def _landmark_topk(qkv: Array, positions: Array, slots: Array, **attributes: Any
     return _call(op)  # type: ignore[no-any-return]
 
 
-@onnx_op(
+@_op(
     op_type=f"{names.DOMAIN}::{names.KEY_RECONSTRUCT}",
     inputs=[PyOp.dt_int32, PyOp.dt_int32],
     outputs=[PyOp.dt_int32],
@@ -94,7 +98,7 @@ def _key_reconstruct(selection: Array, slots: Array, **attributes: Any) -> _Outp
     return _call(op)  # type: ignore[no-any-return]
 
 
-@onnx_op(
+@_op(
     op_type=f"{names.DOMAIN}::{names.SPARSE_ATTENTION}",
     inputs=[PyOp.dt_float, PyOp.dt_int32, PyOp.dt_int32, PyOp.dt_int32],
     outputs=[PyOp.dt_float],
@@ -127,7 +131,9 @@ class OnnxCpuExecutor:
     def __init__(self, engine: EngineDirectory, state: State, threads: int | None = None) -> None:
         if not engine.has_onnx:
             raise EngineError(
-                f"{engine.path} has no {names.ONNX_FILE}", "an ONNX graph for the CPU executor", "build without --engine-only"
+                f"{engine.path} has no {names.ONNX_FILE}",
+                "an ONNX graph for the CPU executor",
+                "build without --engine-only",
             )
         self.engine, self.state = engine, state
         self.threads = threads or usable_cores()
@@ -150,9 +156,7 @@ class OnnxCpuExecutor:
         )
         self._weights = external  # ONNX Runtime borrows their memory
         try:
-            return onnxruntime.InferenceSession(
-                model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-            )
+            return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception as e:  # onnxruntime raises classes of its own without a common base
             raise EngineError(f"ONNX Runtime refuses {self.engine.path}: {' '.join(str(e).split())[:400]}") from e
 
@@ -169,7 +173,8 @@ class OnnxCpuExecutor:
         """
         self.state.begin_pass("context", [slot], start, len(tokens), is_last)
         positions = np.arange(start, start + len(tokens), dtype=np.int32)
-        return self._run(np.asarray(tokens, np.int32), positions, np.asarray(wanted, np.int32) + 1, [slot])
+        last = np.asarray(wanted, np.int32) + 1
+        return self._run(np.asarray(tokens, np.int32), positions, last, [slot], self.threads)
 
     def generation(self, slots: Sequence[int], tokens: Sequence[int]) -> Array:
         """One token of every row; a slot of −1 is a padding row.
@@ -181,17 +186,26 @@ class OnnxCpuExecutor:
         self.state.step_prologue()
         positions = [0 if s < 0 else self.state.length(s) - 1 for s in slots]
         last = np.arange(1, len(slots) + 1, dtype=np.int32)
-        return self._run(np.asarray(tokens, np.int32), np.asarray(positions, np.int32), last, slots)
+        elements = max((self._attended(s) for s in slots if s >= 0), default=0)
+        threads = self.threads if elements > _PARALLEL_ELEMENTS else 1
+        return self._run(np.asarray(tokens, np.int32), np.asarray(positions, np.int32), last, slots, threads)
 
-    def _run(self, tokens: Array, positions: Array, last: Array, slots: Sequence[int]) -> Array:
+    def _attended(self, slot: int) -> int:
+        """Elements of keys and values that one layer reads for a row's next token."""
+        kv = self.state.config
+        tokens = self.state.length(slot)
+        if self.state.is_sealed(slot):
+            tokens = kv.window + (kv.top_k + kv.outliers) * kv.chunk_size
+        return 2 * tokens * self.engine.model.key_width
+
+    def _run(self, tokens: Array, positions: Array, last: Array, slots: Sequence[int], threads: int) -> Array:
         feeds = {
             names.INPUT_IDS: tokens,
             names.POSITION_IDS: positions,
             names.LAST_TOKEN_IDS: np.asarray(last, np.int32),
             names.SEQUENCE_SLOTS: np.asarray(slots, np.int32),
         }
-        if torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
+        torch.set_num_threads(threads)
         outer = getattr(_current, "state", None)
         _current.state, _current.error = self.state, None
         try:
@@ -203,6 +217,7 @@ class OnnxCpuExecutor:
             raise
         finally:
             _current.state, _current.error = outer, None
+            torch.set_num_threads(self.threads)
         return logits  # type: ignore[no-any-return]
 
 

@@ -65,7 +65,7 @@ def base_installation(folder: Path) -> str:
             target = Path(str(files[0].locate())).parents[len(files[0].parts) - 1] / top
             if not (folder / top).exists():
                 (folder / top).symlink_to(target)
-    return os.pathsep.join([str(Path(trtllm_shadowkv.__path__[0]).parent), str(folder)])
+    return os.pathsep.join([str(Path(trtllm_shadowkv.__file__).parents[1]), str(folder)])
 
 
 @pytest.mark.parametrize("arguments", ["doctor", "doctor --json", "plan --model llama-3.1-8b --json"])

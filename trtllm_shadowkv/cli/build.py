@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtllm_shadowkv.config import load_build_config
-from trtllm_shadowkv.errors import ConfigError, require
+from trtllm_shadowkv.errors import require
 
 if TYPE_CHECKING:
     from trtllm_shadowkv.build.builder import Progress
@@ -46,13 +46,14 @@ def build(
         "max_num_tokens": max_num_tokens,
     }
     if refresh is not None:
-        given = [k for k, v in {**settings, "model_dir": model_dir, "output_dir": output_dir, "config": config}.items() if v]
-        if given or engine_only:
-            raise ConfigError(f"--refresh with {', '.join(given) or 'engine_only'}", "--refresh ENGINE alone")
+        others = {**settings, "model_dir": model_dir, "output_dir": output_dir, "config": config}
+        given = [name for name, value in others.items() if value is not None] + ["engine_only"] * engine_only
+        if given:
+            raise typer.BadParameter(f"--refresh ENGINE stands alone, without {', '.join(given)}")
         _report(refresh_engine(refresh))
         return
     if model_dir is None or output_dir is None:
-        raise ConfigError("build needs --model-dir and --output-dir", "both", "or --refresh ENGINE")
+        raise typer.BadParameter("build needs --model-dir and --output-dir, or --refresh ENGINE")
     wanted = load_build_config(config, **settings)
     with _bar("weights") as progress:
         engine = build_engine(model_dir, output_dir, wanted, engine_only=engine_only, progress=progress)
@@ -69,7 +70,8 @@ def verify(engine_dir: Annotated[Path, typer.Argument(help="Engine directory.")]
 
 def _report(engine: EngineDirectory) -> None:
     kv, b = engine.build.shadowkv, engine.build
-    typer.echo(f"{engine.path}: {engine.model.architecture}, {b.dtype}, up to {b.max_batch_size} x {engine.max_seq_len} tokens")
+    limits = f"up to {b.max_batch_size} x {engine.max_seq_len} tokens"
+    typer.echo(f"{engine.path}: {engine.model.architecture}, {b.dtype}, {limits}")
     if kv.dense:
         typer.echo("attention: dense")
     else:

@@ -46,9 +46,6 @@ def chat(
                     answer += delta.text
             except KeyboardInterrupt:
                 typer.echo(" …", nl=False)
-            except RequestError as e:  # such as a conversation that has grown too long: it can be read, not continued
-                typer.echo(f"error: {e}", err=True)
-                return
             typer.echo()
             messages.append({"role": "assistant", "content": answer})
 
@@ -61,3 +58,5 @@ def _line() -> str:
         return sys.stdin.readline().strip()
     except KeyboardInterrupt:
         return ""
+    except UnicodeDecodeError as e:
+        raise RequestError(f"the standard input is no UTF-8: {e}", "text") from e

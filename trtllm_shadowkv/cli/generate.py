@@ -6,12 +6,19 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trtllm_shadowkv.cli import options as o
-from trtllm_shadowkv.errors import RequestError
+from trtllm_shadowkv.errors import GenerationError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trtllm_shadowkv.llm import LLM
+    from trtllm_shadowkv.request import AttentionParams, RequestOutput
+    from trtllm_shadowkv.sampling_params import SamplingParams
 
 
 def generate(
@@ -59,14 +66,31 @@ def generate(
                 typer.echo(delta.text, nl=False)
             typer.echo()
             return
-        outputs = llm.generate(prompts, params, attention=share, progress=sys.stderr.isatty())
-        assert isinstance(outputs, list)
+        _answer_all(llm, prompts, params, share, as_json)
+
+
+def _answer_all(llm: LLM, prompts: list[str], params: SamplingParams, share: AttentionParams, as_json: bool) -> None:
+    failed: GenerationError | None = None
+    outputs: Sequence[RequestOutput | None]
+    try:
+        answered = llm.generate(prompts, params, attention=share, progress=sys.stderr.isatty())
+        assert isinstance(answered, list)
+        outputs = answered
+    except GenerationError as e:  # the others' answers are worth as much as before
+        failed, outputs = e, e.outputs
     for output in outputs:
-        if as_json:
-            typer.echo(json.dumps(asdict(output), ensure_ascii=False))
-        else:
-            for answer in output.outputs:
-                typer.echo(answer.text)
+        if output is not None:
+            _show(output, as_json)
+    if failed is not None:
+        raise failed
+
+
+def _show(output: RequestOutput, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(asdict(output), ensure_ascii=False))
+    else:
+        for answer in output.outputs:
+            typer.echo(answer.text)
 
 
 def _prompts(texts: list[str], files: list[Path], lines: bool) -> list[str]:
@@ -77,7 +101,7 @@ def _prompts(texts: list[str], files: list[Path], lines: bool) -> list[str]:
             data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
             text = data.decode("utf-8")
         except OSError as e:
-            raise RequestError(f"cannot read {file}: {e.strerror}") from e
+            raise RequestError(f"cannot read {file}: {e.strerror or e}") from e
         except UnicodeDecodeError as e:
             raise RequestError(f"{file} is no UTF-8 at byte {e.start}", "a text file") from e
         texts = [*texts, *(line for line in text.splitlines() if line.strip())] if lines else [*texts, text]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -47,14 +49,26 @@ def _options(
 
 def main() -> None:
     """Run the command line; an error of ours is one line and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character gets a question mark
+            stream.reconfigure(errors="replace")
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except ShadowKVError as e:
-        typer.echo(f"error: {e}", err=True)
-        sys.exit(1)
-    except BrokenPipeError:  # whoever read our output is gone
-        sys.stderr.close()
-        sys.exit(1)
+        _fail(str(e))
+    except OSError as e:
+        # What is left in the buffer cannot be written, and the interpreter would try once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail("" if isinstance(e, BrokenPipeError) else str(e))  # whoever read our output knows that he is gone
+
+
+def _fail(message: str) -> NoReturn:
+    if message:
+        typer.echo(f"error: {' '.join(message.split())}", err=True)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,7 @@ def shown(handle: RequestHandle) -> Iterator[StreamDelta]:
         with _reading(handle):
             first = next(iter(handle))
         yield first
-        if first.finish_reason is None:
-            yield from handle
+        yield from handle
     finally:
         handle.abort()
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 
-def partial_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def partial_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """softmax(QKᵀ/√D)·V over one part, and the log-sum-exp of its scores.
 
     Args:
@@ -46,7 +48,5 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     total, kv_heads, _ = keys.shape
     mask = torch.arange(total)[None, :] <= torch.arange(total - n, total)[:, None]
     group = heads // kv_heads
-    out = [
-        partial_attention(queries[:, h], keys[:, h // group], values[:, h // group], mask)[0] for h in range(heads)
-    ]
+    out = [partial_attention(queries[:, h], keys[:, h // group], values[:, h // group], mask)[0] for h in range(heads)]
     return torch.stack(out, dim=1)

@@ -74,6 +74,8 @@ class ReferenceState:
     def allocate(self, slot: int, *, prompt_tokens: int, total_tokens: int, top_k: int, dense: bool) -> None:
         if slot in self.rows or slot < 0:
             raise StateError(f"slot {slot} is {'in use' if slot in self.rows else 'negative'}", "a free slot")
+        if not 1 <= top_k <= self.config.top_k:
+            raise StateError(f"top_k is {top_k}", f"from 1 to {self.config.top_k}, as configured")
         self.rows[slot] = Row(LivePages(self.pool), top_k, math.inf if dense else self.config.limit)
 
     def release(self, slot: int) -> None:
@@ -101,9 +103,11 @@ class ReferenceState:
         if len(set(live)) != len(live) or any(s not in self.rows for s in live):
             raise StateError(f"pass over slots {list(slots)}", "allocated slots, each once")
         if kind == "context":
-            row = self.rows[slots[0]]
-            if len(slots) != 1 or row.prompt_done or start != row.length or length < 1:
-                raise StateError(f"a stretch of {length} tokens from {start}, row holds {row.length}", "the next stretch")
+            if len(slots) != 1 or not live:
+                raise StateError(f"a context pass over slots {list(slots)}", "one allocated slot")
+            row = self.rows[live[0]]
+            if row.prompt_done or start != row.length or length < 1:
+                raise StateError(f"{length} tokens from {start}, but the row holds {row.length}", "the next stretch")
             row.pages.reserve(start, start + length)
             row.length, row.prompt_done = start + length, is_last
         elif any(not self.rows[s].prompt_done or self.must_seal(s) for s in live):
@@ -132,8 +136,8 @@ class ReferenceState:
 
     def seal_prompt(self, slot: int) -> None:
         row, config, model = self.rows[slot], self.config, self.model
-        if row.layers or not row.prompt_done:
-            raise StateError(f"seal_prompt of slot {slot}", "a row whose prompt is done and that is not sealed yet")
+        if not row.prompt_done or not self.must_seal(slot):
+            raise StateError(f"seal_prompt of slot {slot}", "a row whose prompt is done and that must be sealed")
         chunks = config.sealed_chunks(row.length + 1)
         tokens = chunks * config.chunk_size
         shape = (model.num_kv_heads, chunks, config.chunk_size, model.head_size)
@@ -164,6 +168,15 @@ class ReferenceState:
         if tuple(slots.tolist()) != self.slots:
             raise StateError(f"an op was given slots {slots.tolist()}, begin_pass {list(self.slots)}")
 
+    def _check_positions(self, positions: Tensor) -> None:
+        """Position = index; a padding row stands at 0."""
+        if self.kind == "context":
+            expected = list(range(self.start, self.rows[self.slots[0]].length))
+        else:
+            expected = [0 if s == PADDING else self.rows[s].length - 1 for s in self.slots]
+        if positions.tolist() != expected:
+            raise StateError(f"an op was given positions {positions.tolist()}", f"{expected}, as begin_pass says")
+
     def landmark_topk(self, layer: int, qkv: Tensor, positions: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """RoPE, append, and in a generation pass the choice of chunks and their look-up in the cache.
 
@@ -175,6 +188,7 @@ class ReferenceState:
             q [N, Hq·D] post-RoPE; selection [B, Hkv, top_k] int32, ascending chunk ids padded with −1.
         """
         self._check(slots)
+        self._check_positions(positions)
         m = self.model
         heads = qkv.reshape(len(qkv), m.num_heads + 2 * m.num_kv_heads, m.head_size)
         q, k, v = heads.split((m.num_heads, m.num_kv_heads, m.num_kv_heads), dim=1)

@@ -1,0 +1,48 @@
+"""The form of every result under docs/results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "onnxruntime", "onnxruntime-extensions", "transformers", "numpy")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """The processor's name, as the kernel has it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def report(command: str, results: Any) -> dict[str, Any]:
+    """Results with the command that made them, the machine and the versions."""
+    return {
+        "command": command,
+        "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores usable",
+        "python": platform.python_version(),
+        "versions": {p: _version(p) for p in PACKAGES},
+        "results": results,
+    }
+
+
+def write(data: dict[str, Any], path: str | None) -> None:
+    """Print as JSON, and store where a path is given."""
+    text = json.dumps(data, indent=2)
+    sys.stdout.write(text + "\n")
+    if path:
+        Path(path).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""What ShadowKV costs in accuracy, measured against dense attention of the same engine."""

@@ -1,0 +1,60 @@
+"""Settings of a loaded engine: keywords, :class:`RuntimeConfig` and what was built, brought together and checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trtllm_shadowkv.config import RuntimeConfig, ShadowKVConfig
+from trtllm_shadowkv.engine_directory import EngineDirectory
+from trtllm_shadowkv.errors import ConfigError, EngineError, MissingDependencyError, nearest
+from trtllm_shadowkv.machine import memory
+
+
+def merged_settings(
+    engine: EngineDirectory, runtime: RuntimeConfig, settings: dict[str, Any]
+) -> tuple[RuntimeConfig, ShadowKVConfig]:
+    """Merge keyword settings into the runtime's, and both into what the engine was built with.
+
+    Raises:
+        ConfigError: an unknown setting, a bad value, or one that is fixed when an engine is built.
+    """
+    if not isinstance(runtime, RuntimeConfig):
+        raise ConfigError(f"runtime is {type(runtime).__name__}", "a RuntimeConfig")
+    known = [*RuntimeConfig.names(), *ShadowKVConfig.names()]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"unknown setting {name!r}{nearest(name, known)}", f"one of {', '.join(known)}")
+    overrides = {k: v for k, v in settings.items() if k in ShadowKVConfig.names()}
+    runtime = replace(runtime, **{k: v for k, v in settings.items() if k not in overrides})
+    longest = engine.build.max_num_tokens
+    if runtime.max_stretch is not None and runtime.max_stretch > longest:
+        raise ConfigError(f"max_stretch is {runtime.max_stretch}", f"at most the engine's max_num_tokens, {longest}")
+    return runtime, engine.build.shadowkv.overridden({**runtime.shadowkv, **overrides})
+
+
+def check_executor(executor: str | None, engine: EngineDirectory) -> None:
+    """No quiet fallback: an engine that cannot be used is an error, not a reason to take the CPU.
+
+    Raises:
+        ConfigError: an unknown executor.
+        MissingDependencyError: one that is not there.
+    """
+    if executor not in (None, "onnx_cpu", "tensorrt"):
+        raise ConfigError(f"executor is {executor!r}", "'onnx_cpu' or 'tensorrt'")
+    if executor == "tensorrt" or (executor is None and engine.has_engine):
+        raise MissingDependencyError(
+            "this version has no TensorRT executor", todo="use LLM(…, executor='onnx_cpu') to run the ONNX graph"
+        )
+
+
+def memory_budgets(runtime: RuntimeConfig) -> tuple[int, int]:
+    """Bytes for device and host memory; on a CPU both are the machine's.
+
+    Raises:
+        EngineError: they are not set, and the system does not say what is free.
+    """
+    free = memory().pinnable
+    if free is None and (runtime.device_memory is None or runtime.host_memory is None):
+        raise EngineError("this system does not say how much memory is free", todo="set device_memory and host_memory")
+    return runtime.device_memory or (free or 0) // 2, runtime.host_memory or (free or 0) // 4
