@@ -60,7 +60,7 @@ def build_engine(
         )
     output = _real_path(output_dir)
     _check_output(output)
-    with Checkpoint.open(model_dir) as checkpoint:
+    with _open_checkpoint(model_dir) as checkpoint:
         model = replace(checkpoint.config, eos_token_ids=_end_tokens(checkpoint.directory, checkpoint.config))
         build = _resolved(model, config or BuildConfig())
         checkpoint.check()
@@ -71,7 +71,7 @@ def build_engine(
             _write_config(partial, model, build)
             for file in copied:
                 shutil.copyfile(file, partial / file.name)
-            _check_onnx(partial)
+            _check_graph(partial, model, build.dtype)
             manifest.write(partial)
     return EngineDirectory.open(output_dir)
 
@@ -93,17 +93,13 @@ def refresh_engine(engine_dir: str | Path) -> EngineDirectory:
         engine = EngineDirectory.open(path, whole=True)
         if not engine.has_onnx:
             raise EngineError(f"{path} has no {names.ONNX_FILE}", "an engine built without --engine-only")
-        if _external(path) != [(w.name, offset, size) for w, offset, size in _layout(engine.model, engine.build.dtype)]:
-            raise EngineError(
-                f"{path / names.ONNX_FILE} does not hold the weights of this model as this version lays them out",
-                todo="build the engine again",
-            )
+        _check_graph(path, engine.model, engine.build.dtype)
         for name in engine.files:
             os.link(path / name, partial / name)  # the weights' bytes stay where they are
         graph = build_graph(engine.model, engine.build.shadowkv, engine.build.dtype)
         _write_graph(partial, graph, engine.model, engine.build.dtype)
         _write_config(partial, engine.model, engine.build)
-        _check_onnx(partial)
+        _check_graph(partial, engine.model, engine.build.dtype)
         manifest.write(partial)
     return EngineDirectory.open(engine_dir)
 
@@ -117,8 +113,15 @@ def verify_engine(engine_dir: str | Path) -> EngineDirectory:
     engine = EngineDirectory.open(engine_dir, whole=True)
     if engine.has_onnx:
         require("onnx", "cpu")
-        _check_onnx(engine.path)
+        _check_graph(engine.path, engine.model, engine.build.dtype)
     return engine
+
+
+def _open_checkpoint(model_dir: str | Path) -> Checkpoint:
+    try:
+        return Checkpoint.open(model_dir)
+    except (OSError, TypeError) as e:
+        raise CheckpointError(f"{model_dir!r} cannot be read: {e}", "a Hugging Face model directory") from e
 
 
 def _resolved(model: ModelConfig, config: BuildConfig) -> BuildConfig:
@@ -148,13 +151,16 @@ def _real_path(path: str | Path) -> Path:
 
 
 def _check_output(output: Path) -> None:
-    """Refuse to replace anything but an engine: all that it holds is deleted."""
+    """Refuse to replace what cannot be renamed, and anything but an engine: all that it holds is deleted."""
     try:
         held = sorted(os.listdir(output))
     except FileNotFoundError:
         return
     except OSError as e:
         raise EngineError(f"{output} is no directory to write: {e}", "a new one, an empty one or an engine") from e
+    for what, it_is in (("the working directory", _is_here(output)), ("a mount point", os.path.ismount(output))):
+        if it_is:
+            raise EngineError(f"{output} is {what}", "a directory that can be replaced", "choose one below it")
     foreign = [name for name in held if name not in manifest.owned(output)]
     if foreign:
         raise EngineError(
@@ -162,6 +168,13 @@ def _check_output(output: Path) -> None:
             "a new or empty directory, or an engine to replace",
             "move it away: the whole directory is replaced",
         )
+
+
+def _is_here(directory: Path) -> bool:
+    try:
+        return directory.samefile(os.curdir)
+    except FileNotFoundError:  # the working directory was removed
+        return False
 
 
 def _end_tokens(model_dir: Path, model: ModelConfig) -> tuple[int, ...]:
@@ -194,6 +207,11 @@ def _layout(model: ModelConfig, dtype: str) -> Iterator[tuple[Weight, int, int]]
         size = prod(weight.shape) * ITEM_BYTES[dtype]
         yield weight, offset, size
         offset += -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _place(offset: int, size: int) -> dict[str, str]:
+    """A tensor's bytes, in the words of ONNX's external data."""
+    return {"location": names.WEIGHTS_FILE, "offset": str(offset), "length": str(size)}
 
 
 def _bytes_needed(model: ModelConfig, dtype: str) -> int:
@@ -233,32 +251,34 @@ def _write_graph(directory: Path, graph: object, model: ModelConfig, dtype: str)
     for weight, offset, size in _layout(model, dtype):
         tensor = tensors[weight.name]
         tensor.data_location = TensorProto.EXTERNAL
-        for key, value in (("location", names.WEIGHTS_FILE), ("offset", offset), ("length", size)):
-            tensor.external_data.add(key=key, value=str(value))
+        for key, value in _place(offset, size).items():
+            tensor.external_data.add(key=key, value=value)
     (directory / names.ONNX_FILE).unlink(missing_ok=True)
     (directory / names.ONNX_FILE).write_bytes(graph.SerializeToString())
 
 
-def _external(directory: Path) -> list[tuple[str, int, int]]:
-    """Name, offset and size of every tensor in the weights file, as the ONNX file there says."""
+def _check_graph(directory: Path, model: ModelConfig, dtype: str) -> None:
+    """Compare where the graph finds its weights with where they lie, and have ``onnx.checker`` look at the rest.
+
+    The checker would refuse the directory for its weights where they have a second name, as in a refresh or a backup
+    of hard links: it is given the graph alone.
+    """
     import onnx
 
-    found = []
+    path = directory / names.ONNX_FILE
     try:
-        graph = onnx.load(str(directory / names.ONNX_FILE), load_external_data=False).graph
-        for tensor in graph.initializer:
-            if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                where = {entry.key: entry.value for entry in tensor.external_data}
-                found.append((tensor.name, int(where["offset"]), int(where["length"])))
-    except Exception as e:  # protobuf's errors have no public base class
-        raise EngineError(f"{directory / names.ONNX_FILE} cannot be read: {e}", todo="build the engine again") from e
-    return found
-
-
-def _check_onnx(directory: Path) -> None:
-    import onnx
-
-    try:
-        onnx.checker.check_model(str(directory / names.ONNX_FILE), full_check=True)
-    except Exception as e:  # the checker has no common base class
-        raise EngineError(f"onnx.checker refuses {names.ONNX_FILE}: {' '.join(str(e).split())[:400]}") from e
+        proto = onnx.load(str(path), load_external_data=False)
+        weights_here = [t for t in proto.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+        where = [(t.name, {e.key: e.value for e in t.external_data}) for t in weights_here]
+        for tensor in weights_here:
+            proto.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+            proto.graph.initializer.remove(tensor)
+        onnx.checker.check_model(proto, full_check=True)
+    except Exception as e:  # neither protobuf nor the checker has an error class to name
+        reason = " ".join(str(e).split())[:400]
+        raise EngineError(f"onnx.checker refuses {path}: {reason}", todo="build the engine again") from e
+    if where != [(w.name, _place(offset, size)) for w, offset, size in _layout(model, dtype)]:
+        raise EngineError(
+            f"{path} does not hold the weights of this model as this version lays them out",
+            todo="build the engine again",
+        )

@@ -81,7 +81,7 @@ class _Graph:
         self._count = 0
 
     def add(
-        self, op: str, inputs: list[str], *, domain: str = "", outputs: list[str] | None = None, **attrs: object
+        self, op: str, inputs: list[str], *, domain: str = "", outputs: list[str] | None = None, **attrs: Any
     ) -> str:
         self._count += 1
         outputs = outputs or [f"{op.lower()}_{self._count}"]

@@ -324,9 +324,9 @@ class CpuState:
         keys, values = [row.live.keys[layer, :, live]], [row.live.values[layer, :, live]]
         if row.sealed is not None:
             sealed, shape = row.sealed, (q.shape[0], -1, q.shape[2])
-            cached = (t[layer].index_select(0, sealed.cache_rows).view(shape) for t in sealed.caches.stores)
-            keys += [sealed.outlier_keys[layer], next(cached)]
-            values += [sealed.outlier_values[layer], next(cached)]
+            cached_keys, cached_values = (t[layer].index_select(0, sealed.cache_rows) for t in sealed.caches.stores)
+            keys += [sealed.outlier_keys[layer], cached_keys.view(shape)]
+            values += [sealed.outlier_values[layer], cached_values.view(shape)]
         scores = torch.cat([torch.bmm(q, k.transpose(1, 2)) for k in keys], dim=2)
         weights = scores.mul_(q.shape[2] ** -0.5).softmax(dim=2).split([k.shape[1] for k in keys], dim=2)
         out = torch.bmm(weights[0], values[0])

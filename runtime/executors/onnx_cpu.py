@@ -52,13 +52,20 @@ class _Output:
         return self._array
 
 
-def _call(op: Callable[[State], Any]) -> Any:
-    """Run an op on the state of this thread's run; keep its error, which ONNX Runtime would flatten to text."""
-    try:
-        return op(_current.state)
-    except BaseException as e:
-        _current.error = e
-        raise
+def _call(
+    op: Callable[[State], tuple[torch.Tensor, ...]], zeros: Callable[[], tuple[torch.Tensor, ...]]
+) -> tuple[_Output, ...]:
+    """Run an op on the state of this thread's run.
+
+    No error may leave an op: it would end the process, because ONNX Runtime's custom ops let none through. It is kept
+    for ``_run`` to raise, and the rest of the pass runs idle on ``zeros``, outputs of the right shapes and types.
+    """
+    if _current.error is None:
+        try:
+            return tuple(map(_Output, op(_current.state)))
+        except BaseException as e:
+            _current.error = e
+    return tuple(map(_Output, zeros()))
 
 
 _op: Callable[..., Callable[[Callable[..., Any]], Any]] = onnx_op  # which has no types
@@ -75,13 +82,16 @@ _ATTRIBUTES = {
     outputs=[PyOp.dt_float, PyOp.dt_int32],
     attrs=_ATTRIBUTES,
 )
-def _landmark_topk(qkv: Array, positions: Array, slots: Array, **attributes: Any) -> tuple[_Output, _Output]:
-    def op(state: State) -> tuple[_Output, _Output]:
+def _landmark_topk(qkv: Array, positions: Array, slots: Array, **attributes: Any) -> tuple[_Output, ...]:
+    def op(state: State) -> tuple[torch.Tensor, ...]:
         tensors = torch.from_numpy(qkv), torch.from_numpy(positions), torch.from_numpy(slots)
-        q, selection = state.landmark_topk(attributes["layer"], *tensors)
-        return _Output(q), _Output(selection)
+        return state.landmark_topk(attributes["layer"], *tensors)
 
-    return _call(op)  # type: ignore[no-any-return]
+    def zeros() -> tuple[torch.Tensor, ...]:
+        q = torch.zeros(len(qkv), attributes["num_heads"] * attributes["head_size"])
+        return q, torch.zeros(len(slots), attributes["num_kv_heads"], attributes["top_k"], dtype=torch.int32)
+
+    return _call(op, zeros)
 
 
 @_op(
@@ -90,12 +100,12 @@ def _landmark_topk(qkv: Array, positions: Array, slots: Array, **attributes: Any
     outputs=[PyOp.dt_int32],
     attrs=_ATTRIBUTES,
 )
-def _key_reconstruct(selection: Array, slots: Array, **attributes: Any) -> _Output:
-    def op(state: State) -> _Output:
+def _key_reconstruct(selection: Array, slots: Array, **attributes: Any) -> tuple[_Output, ...]:
+    def op(state: State) -> tuple[torch.Tensor, ...]:
         tensors = torch.from_numpy(selection), torch.from_numpy(slots)
-        return _Output(state.key_reconstruct(attributes["layer"], *tensors))
+        return (state.key_reconstruct(attributes["layer"], *tensors),)
 
-    return _call(op)  # type: ignore[no-any-return]
+    return _call(op, lambda: (torch.zeros(1, dtype=torch.int32),))
 
 
 @_op(
@@ -104,12 +114,14 @@ def _key_reconstruct(selection: Array, slots: Array, **attributes: Any) -> _Outp
     outputs=[PyOp.dt_float],
     attrs=_ATTRIBUTES,
 )
-def _sparse_attention(q: Array, selection: Array, ticket: Array, slots: Array, **attributes: Any) -> _Output:
-    def op(state: State) -> _Output:
+def _sparse_attention(
+    q: Array, selection: Array, ticket: Array, slots: Array, **attributes: Any
+) -> tuple[_Output, ...]:
+    def op(state: State) -> tuple[torch.Tensor, ...]:
         tensors = [torch.from_numpy(a) for a in (q, selection, ticket, slots)]
-        return _Output(state.sparse_attention(attributes["layer"], *tensors))
+        return (state.sparse_attention(attributes["layer"], *tensors),)
 
-    return _call(op)  # type: ignore[no-any-return]
+    return _call(op, lambda: (torch.zeros(q.shape),))
 
 
 def usable_cores() -> int:
@@ -211,10 +223,8 @@ class OnnxCpuExecutor:
         try:
             with torch.inference_mode():
                 (logits,) = self.session.run([names.LOGITS], feeds)
-        except Exception:
             if _current.error is not None:
-                raise _current.error from None
-            raise
+                raise _current.error
         finally:
             _current.state, _current.error = outer, None
             torch.set_num_threads(self.threads)

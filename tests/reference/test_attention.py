@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_parts_merge_to_the_whole(cuts: list[int], scale: float) -> None:
     """Empty parts among them, and scores whose exponentials overflow."""
     torch.manual_seed(len(cuts))
     queries, keys, values = torch.randn(4, 16) * scale, torch.randn(50, 16), torch.randn(50, 16)
-    parts = [partial_attention(queries, keys[a:b], values[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [partial_attention(queries, keys[a:b], values[a:b]) for a, b in pairwise(cuts)]
     whole = scaled_dot_product_attention(queries.double(), keys.double(), values.double())
     assert torch.allclose(merge(parts).double(), whole, atol=1e-5)
     assert torch.allclose(merge(parts[::-1]), merge(parts), atol=1e-6)
@@ -52,6 +53,6 @@ def test_causal_attention(n: int, total: int, heads: int, kv_heads: int) -> None
     torch.manual_seed(n)
     q, k, v = torch.randn(n, heads, 8), torch.randn(total, kv_heads, 8), torch.randn(total, kv_heads, 8)
     mask = torch.ones(n, total, dtype=torch.bool).tril(total - n)
-    args = [t.transpose(0, 1).double() for t in (q, k, v)]
-    want = scaled_dot_product_attention(*args, attn_mask=mask, enable_gqa=True).transpose(0, 1)
+    wide_q, wide_k, wide_v = (t.transpose(0, 1).double() for t in (q, k, v))
+    want = scaled_dot_product_attention(wide_q, wide_k, wide_v, mask, enable_gqa=True).transpose(0, 1)
     assert torch.allclose(causal_attention(q, k, v).double(), want, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The reference state against a second, naive computation from the row's whole history, and what both states promise."""
+"""Both states against a naive computation from a row's whole history, and what they promise."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def turn(x: Tensor, sign: int, model: ModelConfig) -> Tensor:
 def naive(
     model: ModelConfig, config: ShadowKVConfig, qkv: Tensor, sealed_at: int, top_k: int
 ) -> tuple[list[list[int]], Tensor]:
-    """Selection and attention of the newest of the tokens [T, width] of one layer, sealed when it held ``sealed_at``."""
+    """Selection and attention of the newest of the tokens [T, width] of a layer, sealed when it held ``sealed_at``."""
     assert config.rank is not None
     total, c, group = len(qkv), config.chunk_size, model.group
     q, plain, v = split_qkv(model, qkv)
@@ -82,7 +82,7 @@ def naive(
         chunks = keys[: sealed * c, h].view(sealed, c, -1)
         means = chunks.mean(dim=1)
         cosine = torch.cosine_similarity(chunks, means[:, None], dim=-1).amin(dim=1)[: prompt_tokens // c]
-        outliers = [0, *sorted(range(1, len(cosine)), key=lambda i, cosine=cosine: float(cosine[i]))][: config.outliers]
+        outliers = [0, *(cosine[1:].argsort()[: config.outliers - 1] + 1).tolist()]
         rest = [i for i in range(sealed) if i not in outliers]
         queries = query[h * group : (h + 1) * group] / math.sqrt(model.head_size)
         probability = (queries @ means[rest].T).softmax(dim=1).amax(dim=0)
@@ -133,10 +133,9 @@ def test_context_and_dense_steps_are_plain_attention(make_state: MakeState) -> N
     model, config = make_model(layers=1, heads=6, kv_heads=2), settings()
     qkv = make_qkv(model, 70, seed=6)
     q, k, v = split_qkv(model, qkv[0])
-    rotated = [turn(x, 1, model).transpose(0, 1) for x in (q, k)]
-    want = torch.nn.functional.scaled_dot_product_attention(
-        *rotated, v.transpose(0, 1).double(), is_causal=True, enable_gqa=True
-    )
+    wide_q, wide_k = (turn(x, 1, model).transpose(0, 1) for x in (q, k))
+    wide_v = v.transpose(0, 1).double()
+    want = torch.nn.functional.scaled_dot_product_attention(wide_q, wide_k, wide_v, is_causal=True, enable_gqa=True)
     state = make_state(model, config)
     state.allocate(0, prompt_tokens=50, total_tokens=70, top_k=3, dense=True)
     steps = [context(state, 0, qkv[:, :33], 0, False), context(state, 0, qkv[:, 33:34], 33, False)]
@@ -150,23 +149,17 @@ def test_context_and_dense_steps_are_plain_attention(make_state: MakeState) -> N
 # --- promises ---------------------------------------------------------------------------------------------------------
 
 
-def parts(state: AnyState, slot: int, layer: int, head: int, chosen: list[int]) -> tuple[set[int], list[int], int]:
-    """Outlier ids, ids that could be selected, and the first token of the window, read off the state's own tables."""
+def parts(state: AnyState, slot: int, layer: int, head: int) -> tuple[set[int], int]:
+    """Outlier ids and the first token of the window, read off the state's own tables."""
     if isinstance(state, ReferenceState):
         row = state.rows[slot]
         sealed = row.layers[layer]
-        outliers, published = set(sealed.outliers[head].tolist()), row.published
-        assert sealed.means.shape[1] == sealed.values.shape[1] == len(sealed.coordinates) // state.config.chunk_size
-        first = published * state.config.chunk_size
-        row.pages.read(layer, first, row.length)  # the window is there
+        first = row.published * state.config.chunk_size
         assert not any(torch.isnan(t).any() for t in row.pages.read(layer, first, row.length))
-    else:
-        held = state.rows[slot].sealed
-        assert held is not None
-        published = held.published
-        outliers = set(torch.isneginf(held.bias[layer, head]).nonzero().flatten().tolist())
-        first = state.rows[slot].live.start
-    return outliers, [i for i in range(published) if i not in outliers], first
+        return set(sealed.outliers[head].tolist()), first
+    held = state.rows[slot].sealed
+    assert held is not None and held.published * state.config.chunk_size == state.rows[slot].live.start
+    return set(torch.isneginf(held.bias[layer, head]).nonzero().flatten().tolist()), state.rows[slot].live.start
 
 
 @pytest.mark.parametrize(
@@ -190,9 +183,6 @@ def test_no_chunk_is_lost_and_none_seen_twice(
     v[0] = torch.eye(256)[:total, None]
     state = make_state(model, config)
     outliers_at_seal: dict[int, set[int]] = {}
-    for s, step in enumerate(whole_row(state, qkv[:, :prompt_tokens], prompt_tokens)[:1], start=prompt_tokens):
-        assert s == prompt_tokens and torch.allclose(step.out.view(prompt_tokens, 4, 256).sum(-1), torch.ones(1))
-    state.release(0)
     state.allocate(0, prompt_tokens=prompt_tokens, total_tokens=total, top_k=config.top_k, dense=False)
     prompt(state, 0, qkv[:, :prompt_tokens])
     for length in range(prompt_tokens + 1, total + 1):
@@ -205,12 +195,11 @@ def test_no_chunk_is_lost_and_none_seen_twice(
         published = config.sealed_chunks(length)
         for head in range(2):
             chosen = step.chosen(0, 0, head)
-            outliers, selectable, first = parts(state, 0, 0, head, chosen)
+            outliers, first = parts(state, 0, 0, head)
             assert first == published * config.chunk_size
             assert config.window <= length - first < config.window + config.chunk_size
-            assert sorted(outliers | set(selectable)) == list(range(published))
-            assert chosen == sorted(set(chosen)) and set(chosen) <= set(selectable)
-            assert len(chosen) == min(config.top_k, len(selectable))
+            assert chosen == sorted(set(chosen)) and set(chosen) <= set(range(published)) - outliers
+            assert len(chosen) == min(config.top_k, published - len(outliers))
             assert outliers_at_seal.setdefault(head, outliers) == outliers and 0 in outliers
             seen = [i * config.chunk_size + t for i in (*chosen, *outliers) for t in range(config.chunk_size)]
             seen = sorted([*seen, *range(first, length)])
@@ -234,8 +223,8 @@ def test_weights_add_up_once(make_state: MakeState) -> None:
         assert torch.allclose(weight, (weight > 0).float() / seen, atol=1e-6)
         # Equal scores for all: the lowest ids that are no outliers.
         for head in range(2):
-            outliers, selectable, _ = parts(state, 0, 0, head, [])
-            assert step.chosen(0, 0, head) == selectable[:3] and len(outliers) == 2
+            outliers, _ = parts(state, 0, 0, head)
+            assert step.chosen(0, 0, head) == [i for i in range(9) if i not in outliers][:3] and len(outliers) == 2
 
 
 @pytest.mark.parametrize("head_size", [16, 64])
@@ -244,16 +233,18 @@ def test_equal_keys_tie_and_ties_take_the_lower_id(heads: int, head_size: int, m
     model = make_model(layers=1, heads=heads, head_size=head_size, rope=NO_ROTATION)
     config = settings(top_k=9, outliers=4)
     qkv = make_qkv(model, 500, seed=9)
-    _, k, _ = split_qkv(model, qkv)
+    q, k, _ = split_qkv(model, qkv)
     k[:] = k[:, :1].clone()
+    # Few binary digits: a product is exact whatever its order, so that equal keys have equal scores.
+    q[:], k[:] = (q * 16).round() / 16, (k * 16).round() / 16
     for prompt_tokens in (41, 470):
-        for step in whole_row(state := make_state(model, config), qkv[:, : prompt_tokens + 30], prompt_tokens)[1:]:
+        state = make_state(model, config)
+        for i, step in enumerate(whole_row(state, qkv[:, : prompt_tokens + 30], prompt_tokens)[1:]):
+            sealed = config.sealed_chunks(prompt_tokens + i + 1)
             for head in range(2):
                 # All cosines are 1 but for rounding, which the outliers may follow; the selection may not.
-                _, selectable, _ = parts(state, 0, 0, head, [])
-                published = config.sealed_chunks(state.length(0))
-                assert step.chosen(0, 0, head) == [i for i in selectable if i < published][:9] or len(selectable) < 9
-    assert state.is_sealed(0)
+                outliers, _ = parts(state, 0, 0, head)
+                assert step.chosen(0, 0, head) == [i for i in range(sealed) if i not in outliers][:9]
 
 
 def test_zero_keys(make_state: MakeState) -> None:
@@ -352,10 +343,10 @@ def test_heads_without_scores_do_not_outrank_those_with(make_state: MakeState) -
 def test_the_size_of_the_cache_changes_no_bit(rotation: Any, make_state: MakeState) -> None:
     for shape in ({}, {"heads": 3, "kv_heads": 3, "head_size": 64}, {"heads": 6, "kv_heads": 1, "head_size": 34}):
         model = make_model(rope=rotation, **shape)
-        qkv, results = make_qkv(model, 260, seed=15), []
+        qkv, results = make_qkv(model, 180, seed=15), []
         for factor in (1, 2, 8):
             state = make_state(model, settings(top_k=6, cache_factor=factor))
-            steps = whole_row(state, qkv, 200)
+            steps = whole_row(state, qkv, 150)
             results.append((steps, state.statistics(0)))
         for steps, statistics in results[1:]:
             for one, other in zip(steps, results[0][0], strict=True):
@@ -425,17 +416,17 @@ def test_stretches_change_nothing(tokens: int, make_state: MakeState) -> None:
 def test_full_rank_and_budget_are_dense_attention(make_state: MakeState) -> None:
     """A row that outgrows its limit, far beyond it, beside a dense row of the same tokens."""
     model, config = make_model(heads=6), settings(rank=32, top_k=100)
-    qkv = make_qkv(model, 400, seed=17)
+    qkv = make_qkv(model, 240, seed=17)
     state = make_state(model, config)
     for slot, dense in ((0, False), (1, True)):
-        state.allocate(slot, prompt_tokens=9, total_tokens=400, top_k=100, dense=dense)
+        state.allocate(slot, prompt_tokens=9, total_tokens=240, top_k=100, dense=dense)
         prompt(state, slot, qkv[:, :9])
-    for i in range(9, 400):
+    for i in range(9, 240):
         step = generation(state, [0, 1], qkv[:, [i, i]])
         assert torch.allclose(step.out[:, 0], step.out[:, 1], atol=1e-4)
     assert state.is_sealed(0) and not state.is_sealed(1)
     statistics = state.statistics(0)
-    assert statistics.sealed_tokens == 384 and statistics.generated_sealed == 384 - 24
+    assert statistics.sealed_tokens == 224 and statistics.generated_sealed == 224 - 24
     assert statistics.residual is not None and statistics.residual < 1e-6
 
 

@@ -49,8 +49,8 @@ class Contest:
         self.state = CpuState(engine.model, engine.build.shadowkv, ValuePool(1 << 40))
         self.executor = OnnxCpuExecutor(engine, self.state)
         torch.set_num_threads(usable_cores())
-        self.theirs: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        self.theirs.eval()
+        load: Any = AutoModelForCausalLM.from_pretrained
+        self.theirs = load(model_dir, dtype=torch.float32).eval()
         self.cache: Any = None
 
     def prefill_theirs(self) -> None:

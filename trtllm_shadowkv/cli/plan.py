@@ -31,6 +31,8 @@ from trtllm_shadowkv.plan import (
     compare,
     largest_batch,
     longest_context,
+    paper_bandwidth,
+    paper_memory_saving,
     shadow_step,
 )
 from trtllm_shadowkv.verdict import gigabytes, notes, variants, verdict
@@ -172,7 +174,7 @@ def _report(model_name: str, w: Workload, c: Comparison, batch_size: int | None)
         *_decode_table(c),
     ]
     if c.layer:
-        lines += ["", *_layer_lines(c.layer), "", *_variants_table(w)]
+        lines += ["", *_layer_lines(c.layer), "", *_variants_table(w), "", *_paper_lines(w)]
     return [*lines, "", verdict(w, c), *(f"- {note}" for note in notes(w, c, batch_size))]
 
 
@@ -214,6 +216,28 @@ def _layer_lines(layer: LayerTime) -> list[str]:
     ]
 
 
+def _paper(w: Workload) -> dict[str, float]:
+    """The paper's two formulas with this workload's figures."""
+    kv, m, g = w.kv, w.model, w.gpu
+    assert kv.rank is not None
+    width = m.num_kv_heads * m.head_size
+    return {
+        "memory_saving": paper_memory_saving(width, kv.chunk_size, w.tokens, kv.top_k, kv.outliers, kv.rank),
+        "equivalent_bandwidth": paper_bandwidth(
+            g.bandwidth, g.link, kv.chunk_size, w.tokens, kv.top_k, kv.outliers, w.hits
+        ),
+    }
+
+
+def _paper_lines(w: Workload) -> list[str]:
+    figures = _paper(w)
+    saving, bandwidth = figures["memory_saving"], figures["equivalent_bandwidth"]
+    return [
+        f"by the paper's formulas: keys and values take {saving:.2f}x less GPU memory, attention runs as if GPU memory",
+        f"  gave {bandwidth / 1e12:.1f} TB/s ({bandwidth / w.gpu.bandwidth:.1f}x); they leave out everything but attention",
+    ]
+
+
 def _variants_table(w: Workload) -> list[str]:
     lines = [f"{'at the largest batch':34}{'rows':>9}{'':12}{'limit':>8}{'ms/step':>10}{'tokens/s':>10}"]
     for name, changed in variants(w):
@@ -241,6 +265,7 @@ def _as_json(model_name: str, w: Workload, c: Comparison) -> dict[str, Any]:
         "longest_context": longest_context(w),
         "step": step(c.shadow),
         "layer": c.layer and asdict(c.layer),
+        "paper": _paper(w) if c.layer else None,
         "dense": {name: {"largest_batch": d.largest, "step": step(d.step)} for name, d in c.dense.items()},
         "gain": c.gains,
         "verdict": {"kind": c.kind, "text": verdict(w, c)},

@@ -7,10 +7,7 @@ from torch import Tensor
 
 
 def landmarks(keys: Tensor) -> Tensor:
-    """Mean of every chunk's post-RoPE keys, added in the order of their tokens.
-
-    A library's mean may add in another order for another memory layout: equal keys then have unequal landmarks, by a
-    rounding error, in a prompt and in a chunk that was generated.
+    """Mean of every chunk's post-RoPE keys.
 
     Args:
         keys: [Hkv, n, C, D] float32, post-RoPE.
@@ -18,8 +15,7 @@ def landmarks(keys: Tensor) -> Tensor:
     Returns:
         [Hkv, n, D].
     """
-    first, *others = keys.unbind(dim=2)
-    return sum(others, first) / keys.shape[2]
+    return keys.mean(dim=2)
 
 
 def min_cosine(keys: Tensor, means: Tensor) -> Tensor:

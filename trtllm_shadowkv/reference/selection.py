@@ -23,7 +23,8 @@ def chunk_scores(queries: Tensor, means: Tensor, excluded: Tensor) -> Tensor:
     Returns:
         [n] float32; −∞ where excluded.
     """
-    logits = queries @ means.T / math.sqrt(queries.shape[1])
+    # In float64 and rounded once: a float32 product may give equal landmarks unequal scores, by their place in a tile.
+    logits = (queries.to(torch.float64) @ means.to(torch.float64).T / math.sqrt(queries.shape[1])).to(torch.float32)
     logits = logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     logits = logits.masked_fill(excluded, -math.inf)
     # A head whose scores are all −∞, or that has +∞ among them, has no softmax: NaN, which counts as −∞.
