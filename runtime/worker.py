@@ -24,7 +24,6 @@ class Worker:
         self._max_queue = max_queue
         self._changed = threading.Condition()
         self._arrived: list[Answer] = []
-        self._waiting = 0
         self._stopping = False
         # A daemon, so that a program that ends without close() is not held up by an unfinished request: it is stopped
         # and waited for when the interpreter exits.
@@ -44,14 +43,14 @@ class Worker:
         with self._changed:
             if self._stopping:
                 raise StateError("the LLM is closed", todo="open another one")
-            if self._waiting + len(answers) > self._max_queue:
+            waiting = len(self._scheduler.waiting) + len(self._arrived)
+            if waiting + len(answers) > self._max_queue:
                 raise RequestError(
-                    f"{self._waiting} answers wait and {len(answers)} more were asked for",
+                    f"{waiting} answers wait and {len(answers)} more were asked for",
                     f"at most {self._max_queue} waiting (max_queue)",
                     "try again later",
                 )
             self._arrived += answers
-            self._waiting += len(answers)
             self._changed.notify()
 
     def cancel(self, answers: Sequence[Answer]) -> None:
@@ -98,5 +97,3 @@ class Worker:
                 scheduler.step()
             except BaseException as e:  # a fault of ours: nobody may be left waiting
                 scheduler.fail_all(e)
-            with self._changed:
-                self._waiting = len(scheduler.waiting) + len(self._arrived)

@@ -1,0 +1,118 @@
+"""``build`` and ``verify``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+from tests.tiny_models import write_tiny
+from trtllm_shadowkv.config import BuildConfig
+from trtllm_shadowkv.engine_directory import EngineDirectory
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("cli_model") / "tiny")
+
+
+def test_defaults(cli: Cli, model: Path, tmp_path: Path) -> None:
+    outcome = cli("build", "--model-dir", model, "--output-dir", tmp_path / "e")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "LlamaForCausalLM, float32, up to 32 x 16384 tokens" in outcome.out
+    assert "attention: shadowkv, 256 chunks of 8 tokens, rank 32" in outcome.out
+    assert "CPU executor" in outcome.out
+    verified = cli("verify", tmp_path / "e")
+    assert verified.code == 0
+    assert "files as their manifest says" in verified.out
+
+
+@pytest.mark.parametrize("spelling", ["-", "_"])
+def test_every_option_in_both_spellings(cli: Cli, model: Path, tmp_path: Path, spelling: str) -> None:
+    options = {
+        "model-dir": model,
+        "output-dir": tmp_path / "e",
+        "dtype": "bfloat16",
+        "attention": "dense",
+        "max-batch-size": 5,
+        "max-seq-len": 600,
+        "max-num-tokens": 100,
+    }
+    arguments = [x for name, value in options.items() for x in (f"--{name.replace('-', spelling)}", value)]
+    outcome = cli("build", *arguments)
+    assert outcome.code == 0, outcome.err
+    assert "attention: dense" in outcome.out
+    build = EngineDirectory.open(tmp_path / "e").build
+    assert (build.dtype, build.shadowkv.dense) == ("bfloat16", True)
+    assert (build.max_batch_size, build.max_seq_len, build.max_num_tokens) == (5, 600, 100)
+    only = cli("build", *arguments, f"--engine{spelling}only")
+    assert "engine_only keeps nothing but a compiled TensorRT engine" in only.error
+    assert EngineDirectory.open(tmp_path / "e").build == build
+
+
+def test_options_win_over_the_file(cli: Cli, model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("max_batch_size: 7\ndtype: float16\nshadowkv:\n  window: 128\n  top_k: 32\n")
+    outcome = cli(
+        "build", "--model-dir", model, "--output-dir", tmp_path / "e", "--config", config, "--dtype", "float32"
+    )
+    assert outcome.code == 0, outcome.err
+    build = EngineDirectory.open(tmp_path / "e").build
+    assert (build.max_batch_size, build.dtype, build.shadowkv.window, build.shadowkv.top_k) == (7, "float32", 128, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "int8"], "dtype is 'int8'; expected float32, float16 or bfloat16"),
+        (["--attention", "sparse"], "shadowkv.attention is 'sparse'"),
+        (["--max-batch-size", "0"], "build.max_batch_size is 0"),
+        (["--max-seq-len", "999999"], "max_seq_len is 999999; expected at most"),
+        (["--max-num-tokens", "-5"], "build.max_num_tokens is -5"),
+        (["--config", "/nowhere.yaml"], "cannot read the configuration /nowhere.yaml"),
+    ],
+)
+def test_a_bad_option_is_one_line_and_nothing_is_written(
+    cli: Cli, model: Path, tmp_path: Path, options: list[str], message: str
+) -> None:
+    assert message in cli("build", "--model-dir", model, "--output-dir", tmp_path / "e", *options).error
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_setting_names_the_nearest(cli: Cli, model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("shadowkv:\n  dense_limits: 5\n")
+    error = cli("build", "--model-dir", model, "--output-dir", tmp_path / "e", "--config", config).error
+    assert "unknown setting 'dense_limits' (did you mean 'dense_limit'?)" in error
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "config.json"])
+def test_an_incomplete_model_is_one_line(cli: Cli, model: Path, tmp_path: Path, missing: str) -> None:
+    copy = shutil.copytree(model, tmp_path / "m")
+    (copy / missing).unlink()
+    assert missing in cli("build", "--model-dir", copy, "--output-dir", tmp_path / "e").error
+    assert not (tmp_path / "e").exists()
+
+
+def test_refresh_and_verify(cli: Cli, model: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "größe e"
+    assert cli("build", "--model_dir", model, "--output_dir", f"{engine}/").code == 0
+    before = EngineDirectory.open(engine)
+    outcome = cli("build", "--refresh", engine)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert EngineDirectory.open(engine) == before
+    data = bytearray((engine / "model.onnx.data").read_bytes())
+    data[12345] ^= 1
+    (engine / "model.onnx.data").write_bytes(data)
+    for arguments in (["verify", engine], ["build", "--refresh", engine]):
+        assert "model.onnx.data was altered after the build" in cli(*arguments).error
+    for arguments in (["verify", tmp_path / "nowhere"], ["build", "--refresh", tmp_path / "nowhere"]):
+        assert "is no directory" in cli(*arguments).error
+    manifest = json.loads((engine / "manifest.json").read_text())
+    (engine / "manifest.json").write_text(json.dumps({**manifest, "schema": 3}))
+    assert "schema 3; expected schema 1 of this version; build the engine again" in cli("verify", engine).error
+    assert cli("build", "--model-dir", model, "--output-dir", engine).code == 0
+    assert EngineDirectory.open(engine).build.max_batch_size == BuildConfig().max_batch_size
