@@ -157,6 +157,7 @@ def test_a_wrong_value_anywhere_in_the_configuration_is_an_engine_error_or_harml
     original = json.loads(path.read_text())
     refused = 0
     for place in leaves(original):
+        value: Any
         for value in (..., None, True, -1, 0, 10**30, 1.5, "x", "", [], {}, [[]], {"a": 1}):
             path.write_text(json.dumps(with_value(original, place, value)))
             manifest.write(engine)

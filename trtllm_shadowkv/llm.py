@@ -15,7 +15,16 @@ from trtllm_shadowkv.engine_directory import EngineDirectory
 from trtllm_shadowkv.errors import GenerationError, RequestError, require
 from trtllm_shadowkv.llm_settings import check_executor, memory_budgets, merged_settings
 from trtllm_shadowkv.request import AttentionParams, RequestHandle, RequestOutput, StreamDelta
-from trtllm_shadowkv.request_inputs import Prompt, checked_ids, granted, one, one_for_each, prompt_batch, token_ids
+from trtllm_shadowkv.request_inputs import (
+    Array,
+    Prompt,
+    checked_ids,
+    granted,
+    one,
+    one_for_each,
+    prompt_batch,
+    token_ids,
+)
 from trtllm_shadowkv.sampling_params import SamplingParams
 from trtllm_shadowkv.tokenizer import Message, Tokenizer
 
@@ -89,7 +98,7 @@ class LLM:
     @overload
     def generate(
         self,
-        prompts: Sequence[Prompt] | Sequence[int],
+        prompts: Sequence[Prompt] | Sequence[int] | Array,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         attention: AttentionParams | Sequence[AttentionParams] | None = None,

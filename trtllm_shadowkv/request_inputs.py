@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from trtllm_shadowkv.config import ShadowKVConfig
 from trtllm_shadowkv.errors import RequestError
 from trtllm_shadowkv.request import AttentionParams
 
-Prompt = str | Sequence[int]
+
+class Array(Protocol):
+    """NumPy's and torch's arrays."""
+
+    def tolist(self) -> Any: ...
+
+
+Prompt = str | Sequence[int] | Array
 _Kind = TypeVar("_Kind")
 _EXPECTED = "a text or a list of token ids"
 

@@ -55,7 +55,7 @@ def stored(engine: EngineDirectory) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_weights_file_holds_every_weight_in_the_dtype_asked_for(
-    tiny_model: Path, tmp_path: Path, dtype: str
+    tiny_model: Path, tmp_path: Path, dtype: Any
 ) -> None:
     engine = build_engine(tiny_model, tmp_path / "engine", replace(SMALL, dtype=dtype))
     found = stored(engine)
@@ -95,7 +95,7 @@ def test_a_sharded_model_makes_the_same_engine(tiny_model: Path, tmp_path: Path)
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_checker_accepts_the_file_and_our_ops_have_declared_shapes(
-    tmp_path: Path, architecture: str, options: dict[str, Any], dtype: str
+    tmp_path: Path, architecture: str, options: dict[str, Any], dtype: Any
 ) -> None:
     engine = build_engine(
         write_tiny(tmp_path / "m", architecture, **options), tmp_path / "e", replace(SMALL, dtype=dtype)
@@ -106,7 +106,7 @@ def test_the_checker_accepts_the_file_and_our_ops_have_declared_shapes(
     m, kv = engine.model, engine.build.shadowkv
     query = m.num_heads * m.head_size
     selection = ("batch", m.num_kv_heads, kv.top_k)
-    shapes = {
+    shapes: dict[str, list[tuple[str | int, ...]]] = {
         names.LANDMARK_TOPK: [("num_tokens", query), selection],
         names.KEY_RECONSTRUCT: [(1,)],
         names.SPARSE_ATTENTION: [("num_tokens", query)],

@@ -198,7 +198,8 @@ def test_a_file_that_may_not_grow_is_one_line_and_leaves_nothing(
     tiny_model: Path, tmp_path: Path, empty_beside: Any, allowed: int
 ) -> None:
     before = build_engine(tiny_model, tmp_path / "engine", SMALL)
-    command = [sys.executable, "-m", "trtllm_shadowkv", "build", "--model-dir", tiny_model, "--output-dir", before.path]
+    command = [sys.executable, "-m", "trtllm_shadowkv", "build", "--model-dir", str(tiny_model)]
+    command += ["--output-dir", str(before.path)]
     result = subprocess.run(
         command,
         capture_output=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,10 @@ def test_refresh_and_verify(cli: Cli, model: Path, tmp_path: Path) -> None:
     assert "schema 3; expected schema 1 of this version; build the engine again" in cli("verify", engine).error
     assert cli("build", "--model-dir", model, "--output-dir", engine).code == 0
     assert EngineDirectory.open(engine).build.max_batch_size == BuildConfig().max_batch_size
+
+
+def test_a_bar_is_shown_on_a_terminal(cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    outcome = cli("build", "--model-dir", model, "--output-dir", tmp_path / "e")
+    assert "weights: 100%" in outcome.err
+    assert "weights" not in outcome.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,17 @@ def test_a_request_that_fails_is_an_error_and_the_others_are_shown(
         json.loads(line) for line in cli("generate", cli_engine, *prompts, "--json", *PRINTABLE).out.splitlines()
     ]
     assert [o["prompt"] for o in objects] == ["first", "second"]
+
+
+def test_bars_are_shown_on_a_terminal_and_never_in_the_output(
+    cli: Cli, cli_engine: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    outcome = cli("generate", cli_engine, "--prompt", "first", "--prompt", "second", *PRINTABLE)
+    assert outcome.out == f"{expected['first']}\n{expected['second']}\n"
+    assert "requests: 100%" in outcome.err
+    long = cli("generate", cli_engine, "--prompt", "x" * 2500, "--max-stretch", "16", "--max-tokens", "1")
+    assert "prompt: " in long.err
+    assert "/2500" in long.err
+    assert "prompt" not in long.out
+    assert cli("generate", cli_engine, "--prompt", "first", *PRINTABLE).err == ""  # too short to be worth a bar

@@ -102,19 +102,20 @@ def test_an_interrupt_ends_it_without_a_traceback(cli_engine: Path, command: str
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(b"Tell me a story\n")
+    typed = process.stdin
+    typed.write(b"Tell me a story\n")
     if command == "generate":
-        process.stdin.close()
+        typed.close()
         process.stdin = None
     else:
-        process.stdin.flush()
+        typed.flush()
     process.stdout.read(20)
     process.send_signal(signal.SIGINT)
     if command == "chat":  # ends the answer alone
         time.sleep(0.5)
         assert process.poll() is None
-        process.stdin.write(b"\n")
-        process.stdin.flush()
+        typed.write(b"\n")
+        typed.flush()
     _, errors = process.communicate(timeout=60)
     assert b"Traceback" not in errors
     assert process.returncode == (0 if command == "chat" else 128 + signal.SIGINT), errors

@@ -45,7 +45,7 @@ def test_closing_from_another_thread_ends_a_waiting_generate(engine_dir: Path) -
         future = pool.submit(batch, llm, [prompt(5)] * 6, params(3000))
         wait_until(lambda: llm._scheduler.busy, "it runs")
         llm.close()
-        assert {o.outputs[0].finish_reason for o in future.result(timeout=20)} == {"cancelled"}
+        assert {o.outputs[0].finish_reason for o in future.result(timeout=60)} == {"cancelled"}
 
 
 def test_a_forgotten_llm_ends_its_thread(engine_dir: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_forgotten_llm_ends_its_thread(engine_dir: Path) -> None:
     del handle
     gc.collect()
     assert gone() is None
-    thread.join(timeout=20)
+    thread.join(timeout=60)
     assert not thread.is_alive()
 
 
@@ -77,12 +77,9 @@ PROGRAM = """if True:
     params = SamplingParams(max_tokens=int(sys.argv[3]), ignore_eos=True)
     what = sys.argv[2]
     print("open", flush=True)
-    if what == "busy":
-        handle = llm.generate_async([5] * 300, params)
-        next(iter(handle))
-    elif what == "exit in a thread":
+    if what == "exit in a thread":
         threading.Thread(target=lambda: llm.generate([5] * 300, SamplingParams(max_tokens=20))).start()
-    elif what == "fork":
+    elif what == "busy":
         pid = os.fork()
         if pid == 0:
             try:
@@ -91,6 +88,8 @@ PROGRAM = """if True:
                 print(type(e).__name__, e, flush=True)
             os._exit(0)
         os.waitpid(pid, 0)
+        handle = llm.generate_async([5] * 300, params)
+        next(iter(handle))
     elif what == "interrupt":
         try:
             llm.generate([[5] * 300] * 6, params)
@@ -111,13 +110,14 @@ def bare_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_engine(write_tiny(parent / "m"), parent / "e", BuildConfig(max_batch_size=4)).path
 
 
-@pytest.mark.parametrize("what", ["busy", "exit in a thread", "fork"])
+@pytest.mark.parametrize("what", ["busy", "exit in a thread"])
 def test_a_program_that_forgets_to_close_ends_by_itself(bare_dir: Path, what: str) -> None:
     command = [sys.executable, "-c", PROGRAM, str(bare_dir), what, "5000"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines()[-1] == "end"
-    assert ("StateError the LLM is closed, or was opened by the parent process" in result.stdout) == (what == "fork")
+    forked = "StateError the LLM is closed, or was opened by the parent process"
+    assert (forked in result.stdout) == (what == "busy")
 
 
 def test_an_interrupt_aborts_generate_and_leaves_the_llm_usable(bare_dir: Path) -> None:

@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny_llm import batch, ids, one, params, prompt
+from tests.tiny_llm import assert_drained, batch, ids, one, params, prompt
+from tests.tiny_models import write_tiny
 from trtllm_shadowkv import LLM, AttentionParams, SamplingParams
-from trtllm_shadowkv.config import RuntimeConfig
-from trtllm_shadowkv.errors import ConfigError, EngineError, RequestError
+from trtllm_shadowkv.build import manifest
+from trtllm_shadowkv.build.builder import build_engine
+from trtllm_shadowkv.config import BuildConfig, RuntimeConfig, ShadowKVConfig
+from trtllm_shadowkv.errors import ConfigError, EngineError, MissingDependencyError, RequestError
 
 # --- what is refused ----------------------------------------------------------------------------------------------
 
@@ -60,8 +63,9 @@ def test_a_prompt_that_is_none_is_one_clear_error(llm: LLM, prompts: Any, messag
 
 def test_every_list_of_whole_numbers_is_a_prompt(llm: LLM) -> None:
     expected = ids(one(llm, [4, 5, 6], params(4)))
-    for form in ((4, 5, 6), range(4, 7), np.arange(4, 7), np.arange(4, 7, dtype=np.uint8), torch.arange(4, 7),
-                 [np.int64(4), np.int32(5), 6]):  # fmt: skip
+    arrays = (np.arange(4, 7), np.arange(4, 7, dtype=np.uint8), torch.arange(4, 7))
+    forms_of_one: tuple[Any, ...] = ((4, 5, 6), range(4, 7), *arrays, [np.int64(4), np.int32(5), 6])
+    for form in forms_of_one:
         assert ids(one(llm, form, params(4))) == expected
         assert ids(llm.generate_async(form, params(4)).result()) == expected
     for forms in (np.array([[4, 5, 6]] * 2), torch.tensor([[4, 5, 6]] * 2), ([4, 5, 6], (4, 5, 6)),
@@ -185,12 +189,36 @@ def test_an_altered_engine_does_not_load(engine_dir: Path, tmp_path: Path) -> No
     (copy / "model.onnx.data").write_bytes(data)
     with pytest.raises(EngineError, match=r"model\.onnx\.data was altered"):
         LLM(copy)
-    manifest = json.loads((engine_dir / "manifest.json").read_text())
-    (copy / "manifest.json").write_text(json.dumps({**manifest, "schema": 7}))
+    listed = json.loads((engine_dir / "manifest.json").read_text())
+    (copy / "manifest.json").write_text(json.dumps({**listed, "schema": 7}))
     with pytest.raises(EngineError, match="schema 7; expected schema 1"):
         LLM(copy)
     for path in (tmp_path / "nowhere", tmp_path, None, 5):
         with pytest.raises(EngineError):
             LLM(path)  # type: ignore[arg-type]
     with LLM(os.path.relpath(engine_dir)) as llm:
+        assert len(ids(one(llm, [5], params(2)))) == 2
+
+
+def test_a_dense_engine_is_dense_for_every_request(tmp_path: Path) -> None:
+    kv = ShadowKVConfig(attention="dense", window=32, dense_limit=64)
+    engine = build_engine(write_tiny(tmp_path / "m"), tmp_path / "e", BuildConfig(max_batch_size=2, shadowkv=kv))
+    with LLM(engine.path, threads=1) as llm:
+        for attention in (None, AttentionParams(), AttentionParams(mode="dense")):
+            answer = one(llm, [5] * 300, params(5), attention=attention).outputs[0]
+            assert answer.statistics.sealed_tokens == 0
+        for attention in (AttentionParams(mode="shadowkv"), AttentionParams(top_k=4)):
+            with pytest.raises(RequestError, match="this engine was built dense"):
+                llm.generate([5], attention=attention)
+        assert_drained(llm)
+
+
+def test_a_compiled_engine_that_cannot_be_used_is_no_reason_to_take_the_cpu(engine_dir: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(engine_dir, tmp_path / "copy")
+    (copy / "rank0.engine").write_bytes(b"compiled")
+    manifest.write(copy)
+    for executor in (None, "tensorrt"):
+        with pytest.raises(MissingDependencyError, match="no TensorRT executor; use LLM"):
+            LLM(copy, executor=executor)
+    with LLM(copy, executor="onnx_cpu", threads=1) as llm:
         assert len(ids(one(llm, [5], params(2)))) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -97,7 +96,8 @@ def test_statistics_say_what_happened(llm: LLM) -> None:
 
 def test_logprobs_come_where_they_are_asked_for(llm: LLM) -> None:
     without, with_them = batch(llm, [prompt(9)] * 2, [params(6), params(6, logprobs=3)])
-    assert without.outputs[0].logprobs is without.outputs[0].cumulative_logprob is None
+    assert without.outputs[0].logprobs is None
+    assert without.outputs[0].cumulative_logprob is None
     answer = with_them.outputs[0]
     assert answer.logprobs is not None
     assert len(answer.logprobs) == 6
@@ -105,6 +105,12 @@ def test_logprobs_come_where_they_are_asked_for(llm: LLM) -> None:
         sum(step[t] for step, t in zip(answer.logprobs, answer.token_ids, strict=True))
     )
     assert all(max(step, key=step.__getitem__) == t for step, t in zip(answer.logprobs, answer.token_ids, strict=True))
+
+
+def test_a_progress_bar_counts_requests(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    outputs = batch(llm, [prompt(5)] * 3, params(2), progress=True)
+    assert len(outputs) == 3
+    assert "3/3" in capfd.readouterr().err
 
 
 # --- ends ---------------------------------------------------------------------------------------------------------
@@ -194,16 +200,19 @@ def test_waiting_has_an_end(llm: LLM) -> None:
         handle.result(timeout=0.01)
     assert not handle.finished
     handle.abort()
-    assert handle.result(timeout=20).outputs[0].finish_reason == "cancelled"
+    assert handle.result(timeout=60).outputs[0].finish_reason == "cancelled"
 
 
 def test_a_stream_that_is_closed_or_dropped_ends_its_request(llm: LLM) -> None:
-    def started(stream: Iterator[Any]) -> Iterator[Any]:
+    def fresh(stream: Any) -> Any:
+        return stream
+
+    def started(stream: Any) -> Any:
         next(stream)
         return stream
 
-    for begin in (lambda s: s, started):
-        begin(llm.generate_stream(prompt(20), params(5000))).close()  # type: ignore[attr-defined]
+    for begin in (fresh, started):
+        begin(llm.generate_stream(prompt(20), params(5000))).close()
         assert_drained(llm)
         stream = begin(llm.generate_stream(prompt(20), params(5000)))
         del stream

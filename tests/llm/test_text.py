@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,13 @@ def test_without_a_tokenizer_there_are_token_ids_alone(tmp_path: Path) -> None:
     engine = build_engine(write_tiny(tmp_path / "m"), tmp_path / "e", BuildConfig(max_batch_size=2))
     with LLM(engine.path) as llm:
         assert one(llm, [5, 6], params(3)).text == ""
-        for call in (
+        calls: list[Callable[[], Any]] = [
             lambda: llm.generate("text"),
             lambda: llm.chat([{"role": "user", "content": "x"}]),
             lambda: llm.generate([5], SamplingParams(stop="x")),
             lambda: llm.generate([5], SamplingParams(bad=["x"])),
-        ):
+        ]
+        for call in calls:
             with pytest.raises(RequestError, match="needs a tokenizer and this engine has none"):
                 call()
         write_tokenizer(tmp_path)
@@ -99,7 +101,7 @@ def test_a_tokenizer_that_fails_ends_one_request_and_no_other(engine_dir: Path) 
         broken.broken = True
         for handle in handles:
             with pytest.raises(GenerationError, match="no such token"):
-                handle.result(timeout=20)
+                handle.result(timeout=60)
         assert_drained(llm)
         broken.broken = False
         handle = llm.generate_async(prompt(5), params(2000))
@@ -107,7 +109,7 @@ def test_a_tokenizer_that_fails_ends_one_request_and_no_other(engine_dir: Path) 
         broken.broken = True
         handle.abort()  # its held-back text is asked for once more
         with pytest.raises(GenerationError, match="no such token"):
-            handle.result(timeout=20)
+            handle.result(timeout=60)
         assert_drained(llm)
         broken.broken = False
         assert len(ids(one(llm, prompt(5), params(3)))) == 3

@@ -233,8 +233,8 @@ def _paper_lines(w: Workload) -> list[str]:
     figures = _paper(w)
     saving, bandwidth = figures["memory_saving"], figures["equivalent_bandwidth"]
     return [
-        f"by the paper's formulas: keys and values take {saving:.2f}x less GPU memory, attention runs as if GPU memory",
-        f"  gave {bandwidth / 1e12:.1f} TB/s ({bandwidth / w.gpu.bandwidth:.1f}x); they leave out everything but attention",
+        f"by the paper's formulas, for attention alone: keys and values take {saving:.2f}x less GPU memory, and it runs as",
+        f"  if GPU memory gave {bandwidth / 1e12:.1f} TB/s ({bandwidth / w.gpu.bandwidth:.1f}x)",
     ]
 
 

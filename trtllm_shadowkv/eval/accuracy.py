@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine_dir", type=Path)
     parser.add_argument("--lengths", type=int, nargs="*", default=[2000, 4000])
-    parser.add_argument("--depths", type=int, default=10)
+    parser.add_argument("--depths", type=int, default=10, help="pass phrases a length; 0: leave them out")
     parser.add_argument("--positions", type=int, default=256)
     parser.add_argument("--output")
     o = parser.parse_args()
@@ -68,11 +68,12 @@ def main() -> None:
         k = llm.config.top_k
         results = {
             "shadowkv": llm.config.to_dict(),
-            "passphrase": [passphrases(llm, n, o.depths) for n in o.lengths],
+            "passphrase": [passphrases(llm, n, o.depths) for n in o.lengths if o.depths],
             "forced": forced_text(llm, max(o.lengths), o.positions, [k // 4, k // 2, k]),
             "seconds": time.perf_counter() - started,
         }
-    write(report("python -m trtllm_shadowkv.eval.accuracy demo/engine", results), o.output)
+    arguments = f"--lengths {' '.join(map(str, o.lengths))} --depths {o.depths} --positions {o.positions}"
+    write(report(f"python -m trtllm_shadowkv.eval.accuracy demo/engine {arguments}", results), o.output)
 
 
 if __name__ == "__main__":
