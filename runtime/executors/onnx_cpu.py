@@ -69,18 +69,16 @@ def _call(
 
 
 _op: Callable[..., Callable[[Callable[..., Any]], Any]] = onnx_op  # which has no types
-_ATTRIBUTES = {
-    **dict.fromkeys(names.ATTRIBUTES, PyOp.dt_int64),
-    "plugin_namespace": PyOp.dt_string,
-    "plugin_version": PyOp.dt_string,
-}
+# Only what the ops below read: each declared attribute is parsed from text in every call.
+_LAYER = {"layer": PyOp.dt_int64}
+_SHAPES = {n: PyOp.dt_int64 for n in ("layer", "num_heads", "num_kv_heads", "head_size", "top_k")}
 
 
 @_op(
     op_type=f"{names.DOMAIN}::{names.LANDMARK_TOPK}",
     inputs=[PyOp.dt_float, PyOp.dt_int32, PyOp.dt_int32],
     outputs=[PyOp.dt_float, PyOp.dt_int32],
-    attrs=_ATTRIBUTES,
+    attrs=_SHAPES,
 )
 def _landmark_topk(qkv: Array, positions: Array, slots: Array, **attributes: Any) -> tuple[_Output, ...]:
     def op(state: State) -> tuple[torch.Tensor, ...]:
@@ -98,7 +96,7 @@ def _landmark_topk(qkv: Array, positions: Array, slots: Array, **attributes: Any
     op_type=f"{names.DOMAIN}::{names.KEY_RECONSTRUCT}",
     inputs=[PyOp.dt_int32, PyOp.dt_int32],
     outputs=[PyOp.dt_int32],
-    attrs=_ATTRIBUTES,
+    attrs=_LAYER,
 )
 def _key_reconstruct(selection: Array, slots: Array, **attributes: Any) -> tuple[_Output, ...]:
     def op(state: State) -> tuple[torch.Tensor, ...]:
@@ -112,7 +110,7 @@ def _key_reconstruct(selection: Array, slots: Array, **attributes: Any) -> tuple
     op_type=f"{names.DOMAIN}::{names.SPARSE_ATTENTION}",
     inputs=[PyOp.dt_float, PyOp.dt_int32, PyOp.dt_int32, PyOp.dt_int32],
     outputs=[PyOp.dt_float],
-    attrs=_ATTRIBUTES,
+    attrs=_LAYER,
 )
 def _sparse_attention(
     q: Array, selection: Array, ticket: Array, slots: Array, **attributes: Any

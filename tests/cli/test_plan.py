@@ -49,6 +49,15 @@ class TestCommand:
         assert named["step"] == given["step"] and named["bytes"] == given["bytes"]
         assert given["gpu"]["source"] == "given"
 
+    def test_the_papers_formulas(self) -> None:
+        """The paper's example: an A100 of 2 TB/s and 31.5 GB/s, 128K tokens, hit rate 0.6."""
+        board = "--gpu-memory 80 --gpu-bandwidth 2000 --link-bandwidth 31.5 --tensor-tflops 312"
+        line = f"--model llama-3.1-8b {board} --context-length 131072 --hit-rate 0.6"
+        assert "6.26x less" in run(line) and "7.2 TB/s" in run(line)
+        figures = json.loads(run(f"{line} --json"))["paper"]
+        assert figures["memory_saving"] == pytest.approx(6.26, abs=0.005)
+        assert figures["equivalent_bandwidth"] == pytest.approx(7.16e12, rel=1e-3)
+
     def test_json_is_strict(self) -> None:
         for line in ("", "--context-length 1048576", "--context-length 100", "--batch-size 3 --spare-gpu-values"):
             found = json.loads(run(f"--model llama-3.1-8b --json {line}"), parse_constant=pytest.fail)

@@ -233,7 +233,7 @@ def _paper_lines(w: Workload) -> list[str]:
     figures = _paper(w)
     saving, bandwidth = figures["memory_saving"], figures["equivalent_bandwidth"]
     return [
-        f"by the paper's formulas, for attention alone: keys and values take {saving:.2f}x less GPU memory, and it runs as",
+        f"by the paper's formulas, attention alone: {saving:.2f}x less GPU memory for keys and values, and as fast as",
         f"  if GPU memory gave {bandwidth / 1e12:.1f} TB/s ({bandwidth / w.gpu.bandwidth:.1f}x)",
     ]
 
