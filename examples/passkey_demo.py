@@ -62,7 +62,7 @@ def show(name: str, output: RequestOutput, found: bool) -> None:
     print(f"{name:9} {'found' if found else 'NOT found'}: {answer.text.strip()!r}")
     print(
         f"          prompt {s.prompt_tokens / s.time_to_first_token:.0f} tokens/s, "
-        f"answer {1 / s.time_per_token:.1f} tokens/s"
+        f"answer {1 / s.time_per_token:.1f} tokens/s{', sealing the prompt included' if s.sealed_tokens else ''}"
     )
     if s.hit_rate is not None:
         print(
