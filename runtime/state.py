@@ -10,13 +10,14 @@ Rows are addressed by slot. The calls of one step come in this order::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from trtllm_shadowkv.config import ShadowKVConfig
+from trtllm_shadowkv.errors import StateError
 from trtllm_shadowkv.models import ModelConfig
 
 PassKind = Literal["context", "generation"]
@@ -68,6 +69,43 @@ class Footprint:
     live: int
     sealed: int
     host: int
+
+
+class PassRow(Protocol):
+    """What the checks below read of a row."""
+
+    length: int
+    prompt_done: bool
+
+
+def check_allocation(rows: Mapping[int, PassRow], slot: int, top_k: int, config: ShadowKVConfig) -> None:
+    """Raise :class:`StateError` unless ``slot`` is free and ``top_k`` is within what is configured."""
+    if slot in rows or slot < 0:
+        raise StateError(f"slot {slot} is {'in use' if slot in rows else 'negative'}", "a free slot")
+    if not 1 <= top_k <= config.top_k:
+        raise StateError(f"top_k is {top_k}", f"from 1 to {config.top_k}, as configured")
+
+
+def check_pass(
+    rows: Mapping[int, PassRow],
+    must_seal: Callable[[int], bool],
+    kind: PassKind,
+    slots: Sequence[int],
+    start: int,
+    length: int,
+) -> None:
+    """Raise :class:`StateError` unless the arguments of ``State.begin_pass`` fit the rows as they stand."""
+    live = [s for s in slots if s != PADDING]
+    if len(set(live)) != len(live) or any(s not in rows for s in live):
+        raise StateError(f"pass over slots {list(slots)}", "allocated slots, each once")
+    if kind == "context":
+        if len(slots) != 1 or not live:
+            raise StateError(f"a context pass over slots {list(slots)}", "one allocated slot")
+        row = rows[live[0]]
+        if row.prompt_done or start != row.length or length < 1:
+            raise StateError(f"{length} tokens from {start}, but the row holds {row.length}", "the next stretch")
+    elif any(not rows[s].prompt_done or must_seal(s) for s in live):
+        raise StateError("a generation pass over a row whose prompt is not done or that must be sealed first")
 
 
 class State(Protocol):

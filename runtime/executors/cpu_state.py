@@ -17,7 +17,7 @@ from trtllm_shadowkv.reference.landmarks import landmarks, outlier_chunks
 from trtllm_shadowkv.runtime.executors.chunk_caches import ChunkCaches
 from trtllm_shadowkv.runtime.executors.cpu_rows import Live, Row, RowShape, Sealed
 from trtllm_shadowkv.runtime.executors.rotary import RotaryTable, rotate
-from trtllm_shadowkv.runtime.state import PADDING, Footprint, PassKind, RowStatistics
+from trtllm_shadowkv.runtime.state import PADDING, Footprint, PassKind, RowStatistics, check_allocation, check_pass
 from trtllm_shadowkv.runtime.value_pool import ValuePool
 
 
@@ -52,10 +52,7 @@ class CpuState:
         return self._shape(prompt_tokens, total_tokens, dense).footprint()
 
     def allocate(self, slot: int, *, prompt_tokens: int, total_tokens: int, top_k: int, dense: bool) -> None:
-        if slot in self.rows or slot < 0:
-            raise StateError(f"slot {slot} is {'in use' if slot in self.rows else 'negative'}", "a free slot")
-        if not 1 <= top_k <= self.config.top_k:
-            raise StateError(f"top_k is {top_k}", f"from 1 to {self.config.top_k}, as configured")
+        check_allocation(self.rows, slot, top_k, self.config)
         shape = self._shape(prompt_tokens, total_tokens, dense)
         self.rows[slot] = Row(shape, top_k, Live.empty(self.model, shape.live_tokens))
 
@@ -80,22 +77,14 @@ class CpuState:
     # --- passes ---------------------------------------------------------------------------------------------------
 
     def begin_pass(self, kind: PassKind, slots: Sequence[int], start: int, length: int, is_last: bool) -> None:
-        live = [s for s in slots if s != PADDING]
-        if len(set(live)) != len(live) or any(s not in self.rows for s in live):
-            raise StateError(f"pass over slots {list(slots)}", "allocated slots, each once")
+        check_pass(self.rows, self.must_seal, kind, slots, start, length)
         if kind == "context":
-            if len(slots) != 1 or not live:
-                raise StateError(f"a context pass over slots {list(slots)}", "one allocated slot")
-            row = self.rows[live[0]]
-            if row.prompt_done or start != row.length or length < 1:
-                raise StateError(f"{length} tokens from {start}, but the row holds {row.length}", "the next stretch")
+            row = self.rows[slots[0]]
             if start + length > row.shape.prompt_tokens:
                 raise StateError(f"a stretch to {start + length}", f"at most {row.shape.prompt_tokens} prompt tokens")
             row.length, row.prompt_done = start + length, is_last
             self._set_positions(torch.arange(start, start + length))
-        elif any(not self.rows[s].prompt_done or self.must_seal(s) for s in live):
-            raise StateError("a generation pass over a row whose prompt is not done or that must be sealed first")
-        elif any(self.rows[s].length >= self.rows[s].shape.total_tokens for s in live):
+        elif any(self.rows[s].length >= self.rows[s].shape.total_tokens for s in slots if s != PADDING):
             raise StateError("a generation pass over a row that is full", "at most total_tokens as allocated")
         self.kind, self.slots, self.start = kind, tuple(slots), start
 

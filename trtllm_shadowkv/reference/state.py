@@ -19,7 +19,7 @@ from trtllm_shadowkv.reference.factors import factorise, project, rebuild
 from trtllm_shadowkv.reference.landmarks import landmarks, outlier_chunks
 from trtllm_shadowkv.reference.pages import LivePages, PagePool
 from trtllm_shadowkv.reference.selection import chunk_scores, top_chunks
-from trtllm_shadowkv.runtime.state import PADDING, PassKind, RowStatistics
+from trtllm_shadowkv.runtime.state import PADDING, PassKind, RowStatistics, check_allocation, check_pass
 
 
 @dataclass
@@ -72,10 +72,7 @@ class ReferenceState:
     # --- rows -----------------------------------------------------------------------------------------------------
 
     def allocate(self, slot: int, *, prompt_tokens: int, total_tokens: int, top_k: int, dense: bool) -> None:
-        if slot in self.rows or slot < 0:
-            raise StateError(f"slot {slot} is {'in use' if slot in self.rows else 'negative'}", "a free slot")
-        if not 1 <= top_k <= self.config.top_k:
-            raise StateError(f"top_k is {top_k}", f"from 1 to {self.config.top_k}, as configured")
+        check_allocation(self.rows, slot, top_k, self.config)
         self.rows[slot] = Row(LivePages(self.pool), top_k, math.inf if dense else self.config.limit)
 
     def release(self, slot: int) -> None:
@@ -99,19 +96,11 @@ class ReferenceState:
     # --- passes ---------------------------------------------------------------------------------------------------
 
     def begin_pass(self, kind: PassKind, slots: Sequence[int], start: int, length: int, is_last: bool) -> None:
-        live = [s for s in slots if s != PADDING]
-        if len(set(live)) != len(live) or any(s not in self.rows for s in live):
-            raise StateError(f"pass over slots {list(slots)}", "allocated slots, each once")
+        check_pass(self.rows, self.must_seal, kind, slots, start, length)
         if kind == "context":
-            if len(slots) != 1 or not live:
-                raise StateError(f"a context pass over slots {list(slots)}", "one allocated slot")
-            row = self.rows[live[0]]
-            if row.prompt_done or start != row.length or length < 1:
-                raise StateError(f"{length} tokens from {start}, but the row holds {row.length}", "the next stretch")
+            row = self.rows[slots[0]]
             row.pages.reserve(start, start + length)
             row.length, row.prompt_done = start + length, is_last
-        elif any(not self.rows[s].prompt_done or self.must_seal(s) for s in live):
-            raise StateError("a generation pass over a row whose prompt is not done or that must be sealed first")
         self.kind, self.slots, self.start = kind, tuple(slots), start
 
     def step_prologue(self) -> None:
