@@ -1,6 +1,7 @@
 # make demo    from a fresh clone to a long prompt answered on the CPU
 # make test    everything CI checks
 # make venv    only the virtual environment, with what builds the package
+# make test-gpu, make bench-kernels    on a machine with a GPU: its CMake and CUDA toolkit, and PYTHON's torch and pytest
 #
 # PYTHON=python3.12 VENV=.venv INSTALLER=auto|uv|pip
 
@@ -22,7 +23,7 @@ editable := $(bin)/python -m pip install --quiet --no-deps --no-build-isolation 
 packaging := pyproject.toml CMakeLists.txt trtllm_shadowkv/names.py $(wildcard cmake/*)
 native := $(shell find plugins -type f)
 
-.PHONY: help venv demo test check
+.PHONY: help venv demo test test-gpu bench-kernels check
 
 help:
 	@sed -n 's/^# \(make\|PYTHON\)/\1/p' Makefile
@@ -38,6 +39,20 @@ test: $(done)/test $(done)/demo $(done)/compiled
 	git ls-files -z -- '*.c' '*.cpp' '*.cu' '*.cuh' '*.h' | xargs -0 --no-run-if-empty $(bin)/clang-format --dry-run -Werror
 	$(bin)/mypy --strict -p trtllm_shadowkv
 	$(bin)/python -m pytest -q
+
+# The library for this machine's GPU alone, unless TRTLLM_SHADOWKV_LIBRARY names one.
+gpu_library = $(or $(TRTLLM_SHADOWKV_LIBRARY),$(CURDIR)/out/gpu/plugins/libtrtllm_shadowkv.so)
+on_gpu = TRTLLM_SHADOWKV_LIBRARY=$(gpu_library) $(PYTHON) -m
+
+test-gpu: $(gpu_library) | check
+	$(on_gpu) pytest -q -m gpu $(PYTEST)
+
+bench-kernels: $(gpu_library) | check
+	$(on_gpu) trtllm_shadowkv.bench.kernels --output docs/results/kernels-h200.json
+
+$(CURDIR)/out/gpu/plugins/libtrtllm_shadowkv.so: $(packaging) $(native)
+	TRTLLM_SHADOWKV_CUDA=ON cmake -S . -B out/gpu -DPython_EXECUTABLE="$$(command -v $(PYTHON))" -DCMAKE_CUDA_ARCHITECTURES=native
+	cmake --build out/gpu --parallel
 
 # What would fail later in a way that says nothing.
 check:

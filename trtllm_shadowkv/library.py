@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import trtllm_shadowkv
-from trtllm_shadowkv.errors import ConfigError, MissingDependencyError, ShadowKVError
+from trtllm_shadowkv.errors import ConfigError, MissingDependencyError, ShadowKVError, StateError
 
 ENVIRONMENT = "TRTLLM_SHADOWKV_LIBRARY"
 """Environment variable that names the library's file; where it is set, nothing else is looked at."""
@@ -23,6 +23,7 @@ FILE = "libtrtllm_shadowkv.so"
 
 # tsk_status of plugins/state/c_api.h.
 _OK, _INVALID_ARGUMENT, _NO_DRIVER, _NO_DEVICE = range(4)
+_WRONG_STATE, _OUT_OF_CAPACITY = 7, 8
 
 _HOW_TO_GET = (
     "with a CUDA 12.8+ toolkit and a C++ compiler at hand (the toolkit also comes by: pip install --no-deps "
@@ -122,16 +123,16 @@ class Library:
             raise MissingDependencyError(
                 f"{path} cannot be loaded: {' '.join(str(e).split())}", todo=_HOW_TO_GET
             ) from e
-        self._version = self._function("tsk_version", ctypes.c_char_p)
+        self._version = self.function("tsk_version", ctypes.c_char_p)
         expected = trtllm_shadowkv.__version__
         if self.version != expected:
             raise MissingDependencyError(
                 f"{path} is of version {self.version}", f"{expected}, the package's version", _HOW_TO_GET
             )
-        self._last_error = self._function("tsk_last_error", ctypes.c_char_p)
-        self._device_count = self._function("tsk_device_count", ctypes.c_int, ctypes.POINTER(ctypes.c_int32))
-        self._device_info = self._function("tsk_device_info", ctypes.c_int, ctypes.c_int32, ctypes.POINTER(_Device))
-        self._measure_link = self._function(
+        self._last_error = self.function("tsk_last_error", ctypes.c_char_p)
+        self._device_count = self.function("tsk_device_count", ctypes.c_int, ctypes.POINTER(ctypes.c_int32))
+        self._device_info = self.function("tsk_device_info", ctypes.c_int, ctypes.c_int32, ctypes.POINTER(_Device))
+        self._measure_link = self.function(
             "tsk_measure_link",
             ctypes.c_int,
             ctypes.c_int32,
@@ -149,13 +150,13 @@ class Library:
     def device_count(self) -> int:
         """GPUs that this process may use, at least 1."""
         count = ctypes.c_int32()
-        self._check(self._device_count(ctypes.byref(count)))
+        self.check(self._device_count(ctypes.byref(count)))
         return count.value
 
     def device_info(self, device: int = 0) -> DeviceInfo:
         """What GPU number ``device`` is; creates no CUDA context."""
         found = _Device()
-        self._check(self._device_info(_whole("device", device, 32), ctypes.byref(found)))
+        self.check(self._device_info(whole("device", device, 32), ctypes.byref(found)))
         return DeviceInfo(
             name=found.name.decode(errors="replace"),
             pci_bus_id=found.pci_bus_id.decode(errors="replace"),
@@ -180,15 +181,20 @@ class Library:
         """
         speed = ctypes.c_double()
         status = self._measure_link(
-            _whole("device", device, 32),
-            _whole("chunk_bytes", chunk_bytes, 64),
-            _whole("footprint_bytes", footprint_bytes, 64),
+            whole("device", device, 32),
+            whole("chunk_bytes", chunk_bytes, 64),
+            whole("footprint_bytes", footprint_bytes, 64),
             ctypes.byref(speed),
         )
-        self._check(status)
+        self.check(status)
         return speed.value
 
-    def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    def function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+        """The library's function ``name`` with ctypes' result and argument types.
+
+        Raises:
+            MissingDependencyError: there is none.
+        """
         try:
             function = getattr(self._lib, name)
         except AttributeError as e:
@@ -199,13 +205,21 @@ class Library:
         function.argtypes = arguments
         return function  # type: ignore[no-any-return]
 
-    def _check(self, status: int) -> None:
+    def check(self, status: int) -> None:
+        """Raise this thread's last error, unless ``status``, which its last call returned, is TSK_OK.
+
+        Raises:
+            StateError: the call does not fit what was called before, or a state's capacity is used up.
+            MissingDependencyError, ConfigError, ShadowKVError: see the class.
+        """
         if status == _OK:
             return
         message: bytes = self._last_error()
         text = message.decode(errors="replace")
         if status in (_NO_DRIVER, _NO_DEVICE):
             raise MissingDependencyError(text)
+        if status in (_WRONG_STATE, _OUT_OF_CAPACITY):
+            raise StateError(text)
         raise ConfigError(text) if status == _INVALID_ARGUMENT else ShadowKVError(text)
 
 
@@ -214,8 +228,23 @@ def _cuda_version(number: int) -> tuple[int, int]:
     return number // 1000, number % 1000 // 10
 
 
-def _whole(name: str, value: int, bits: int) -> int:
-    """``value``, refused where ctypes would silently cut off bits."""
+def whole(name: str, value: int, bits: int) -> int:
+    """``value``, a signed number, refused where ctypes would silently cut off bits.
+
+    Raises:
+        ConfigError: it is none of ``bits`` bits.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not -(1 << bits - 1) <= value < 1 << bits - 1:
         raise ConfigError(f"{name} is {value!r}", f"a whole number of {bits} bits")
     return value
+
+
+def address(name: str, value: int | None) -> int | None:
+    """``value`` as a pointer for ctypes, None for null; refused where ctypes would silently cut off bits.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64):
+        raise ConfigError(f"{name} is {value!r}", "an address: a whole number from 0 to 2^64 - 1")
+    return value or None

@@ -10,6 +10,40 @@
 namespace trtllm_shadowkv
 {
 
+// Makes `device` current in this thread for its scope; -1: leaves things as they are.
+class DeviceGuard
+{
+public:
+    explicit DeviceGuard(int32_t device)
+    {
+        if (device < 0)
+        {
+            return;
+        }
+        int before = 0;
+        TSK_CUDA(cudaGetDevice(&before));
+        if (before != device)
+        {
+            TSK_CUDA(cudaSetDevice(device));
+            mBefore = before;
+        }
+    }
+
+    ~DeviceGuard()
+    {
+        if (mBefore >= 0)
+        {
+            cudaSetDevice(mBefore);
+        }
+    }
+
+    DeviceGuard(DeviceGuard const&) = delete;
+    DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+private:
+    int mBefore{-1};
+};
+
 // Device memory of `count` elements, aligned to 256 bytes.
 template <typename T>
 class DeviceArray
@@ -59,6 +93,12 @@ public:
         TSK_CUDA(cudaStreamCreateWithFlags(&mStream, cudaStreamNonBlocking));
     }
 
+    // Lower numbers go first; see cudaDeviceGetStreamPriorityRange.
+    explicit Stream(int priority)
+    {
+        TSK_CUDA(cudaStreamCreateWithPriority(&mStream, cudaStreamNonBlocking, priority));
+    }
+
     ~Stream()
     {
         cudaStreamSynchronize(mStream);
@@ -80,9 +120,9 @@ private:
 class Event
 {
 public:
-    Event()
+    explicit Event(unsigned int flags = cudaEventDefault)
     {
-        TSK_CUDA(cudaEventCreate(&mEvent));
+        TSK_CUDA(cudaEventCreateWithFlags(&mEvent, flags));
     }
 
     ~Event()
@@ -100,6 +140,15 @@ public:
 
 private:
     cudaEvent_t mEvent{nullptr};
+};
+
+// An event that only orders streams.
+class OrderEvent : public Event
+{
+public:
+    OrderEvent() : Event(cudaEventDisableTiming)
+    {
+    }
 };
 
 } // namespace trtllm_shadowkv

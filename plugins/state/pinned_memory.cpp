@@ -62,7 +62,7 @@ PinnedMemory::PinnedMemory(size_t bytes, Fill const& fill) : mMappingBytes(bytes
         mMemory = reinterpret_cast<std::byte*>((address + kHUGE_PAGE - 1) / kHUGE_PAGE * kHUGE_PAGE);
         madvise(mMemory, bytes, MADV_HUGEPAGE); // refused where the system has none: then in small pages, only slower
         fillInParallel(mMemory, bytes, fill);
-        TSK_CUDA(cudaHostRegister(mMemory, bytes, cudaHostRegisterMapped));
+        TSK_CUDA(cudaHostRegister(mMemory, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable));
     }
     catch (...)
     {

@@ -11,7 +11,7 @@ namespace trtllm_shadowkv
 // Pinned host memory, aligned to 2 MiB, in huge pages where the system gives them.
 //
 // Pages are touched by many threads before they are registered: ten times faster than cudaHostAlloc, which touches them
-// in one thread. The memory is registered with the current device's context.
+// in one thread. The memory is registered through the current device's context, for all of them.
 class PinnedMemory
 {
 public:
@@ -24,6 +24,12 @@ public:
     ~PinnedMemory();
     PinnedMemory(PinnedMemory const&) = delete;
     PinnedMemory& operator=(PinnedMemory const&) = delete;
+
+    // The first byte, for the CPU.
+    std::byte* hostAddress() const noexcept
+    {
+        return mMemory;
+    }
 
     // The first byte's address on the device.
     uint64_t deviceAddress() const noexcept

@@ -59,7 +59,8 @@ class ChunkCaches:
         used[head, slots[head, index]] = step
         head, index = np.nonzero(missing)
         if len(head):
-            oldest_first = np.argsort(used, axis=1, kind="stable")
+            # Free slots first, in order; then by step, and within a step by chunk id. The sort is stable.
+            oldest_first = np.lexsort((chunk_of, used), axis=1)
             nth = np.cumsum(missing, axis=1)[head, index] - 1
             victims = oldest_first[head, nth]
             leaving = chunk_of[head, victims]

@@ -34,11 +34,16 @@ def test_by_hand() -> None:
     assert fill(cache, []) == ([], [])
 
 
-def test_of_equally_old_chunks_the_lowest_slot_goes() -> None:
+def test_of_equally_old_chunks_the_lowest_id_goes() -> None:
     cache = ChunkCache(3)
+    fill(cache, [8])
+    fill(cache, [6, 8])
     fill(cache, [4, 6, 8])
-    fill(cache, [1])
-    assert held(cache) == [1, 6, 8]
+    assert held(cache) == [8, 6, 4]
+    fill(cache, [9])
+    assert held(cache) == [8, 6, 9]
+    fill(cache, [1, 2])
+    assert held(cache) == [2, 1, 9]  # 6 left for 1, then 8 for 2
 
 
 def test_a_capacity_of_one_selection_holds_the_newest_selection() -> None:
@@ -61,7 +66,7 @@ def test_least_recently_used(top_k: int, capacity: int, chunks: int) -> None:
         assert len(set(now)) == len(now) == min(capacity, len(before) + len(misses))
         gone, stayed = before - set(now), before & set(now) - set(wanted)
         assert not gone & set(wanted)
-        assert all(last_use[g] <= last_use[s] for g in gone for s in stayed)
+        assert all((last_use[g], g) < (last_use[s], s) for g in gone for s in stayed)
         last_use |= dict.fromkeys(wanted, step)
         for chunk in wanted:
             slot = cache.get(chunk)

@@ -64,6 +64,12 @@ def test_chunk_ids_up_to_the_last() -> None:
     assert both.look_up(0, np.array([[], []], np.int64)) == 0
 
 
+def test_of_equally_old_chunks_the_lowest_id_goes() -> None:
+    caches = ChunkCaches(1, 1, 3, 10, width=2)
+    slots = [caches.look_up(0, np.array([ids]))[0].tolist() for ids in ([8], [6, 8], [4, 6, 8], [9], [1, 2])]
+    assert slots == [[[0]], [[1, 0]], [[2, 1, 0]], [[2]], [[1, 0]]]  # 4 left for 9, 6 for 1, 8 for 2
+
+
 def test_bytes() -> None:
     caches = ChunkCaches(3, 2, 5, 40, 16)
     assert caches.nbytes(3, 2, 5, 16) == caches.keys.nbytes + caches.values.nbytes == 2 * 3 * 2 * 5 * 16 * 4

@@ -35,12 +35,15 @@ class ChunkCache:
         return [c for c in chunks if c in held], [c for c in chunks if c not in held]
 
     def insert(self, chunk: int, keys: Tensor, values: Tensor) -> None:
-        """Put a missed chunk into a free slot, else into that of the least recently used chunk (lowest slot first)."""
+        """Put a missed chunk into a free slot, else into that of the chunk that leaves.
+
+        The least recently used chunk leaves; of those last used in the same step, the one with the lowest id.
+        """
         new = Slot(chunk, self.step, keys, values)
         if len(self.slots) < self.capacity:
             self.slots.append(new)
             return
-        victim = min(range(len(self.slots)), key=lambda i: (self.slots[i].used, i))
+        victim = min(range(len(self.slots)), key=lambda i: (self.slots[i].used, self.slots[i].chunk))
         assert self.slots[victim].used < self.step, "a cache smaller than the selection"
         self.slots[victim] = new
 

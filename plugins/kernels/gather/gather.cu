@@ -1,5 +1,7 @@
 #include "kernels/gather/gather.h"
 
+#include "kernels/gather/copy.cuh"
+
 namespace trtllm_shadowkv::kernels
 {
 namespace
@@ -11,26 +13,6 @@ constexpr uint32_t kWARP = 32;
 // under way, which is more than the link needs.
 constexpr uint32_t kLOADS = 8;
 constexpr uint32_t kTILE = kWARP * kLOADS;
-
-// Volatile with a memory clobber: the compiler may not move a load behind a store. It otherwise does, which leaves one
-// load in flight. The chunk is read once, so it takes no room in L1.
-__device__ __forceinline__ uint4 loadOnce(uint64_t address)
-{
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(address)
-        : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void store(uint64_t address, uint4 v)
-{
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-        :
-        : "l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-        : "memory");
-}
 
 // All chunks in a row are one sequence of `units` pieces of 16 bytes; a warp copies kTILE of them at a time, which is
 // one long chunk, a part of one, or several short ones.

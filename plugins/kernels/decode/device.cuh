@@ -1,0 +1,224 @@
+// What the decode kernels share: tensor-core instructions, loads, conversions, addresses.
+//
+// Operands are read from global memory straight into the registers of mma.m16n8k16, without shared memory: a sum over k
+// does not care about the order of k, so lane (g, t) = (lane / 4, lane % 4) takes 16 consecutive bytes of row g, which are
+// the k columns of two steps, as long as the other operand's elements are taken in the same order.
+#pragma once
+
+#include "kernels/decode/view.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <type_traits>
+
+namespace trtllm_shadowkv::kernels
+{
+
+inline constexpr uint32_t kFULL_WARP = 0xffffffffU;
+
+// --- loads ------------------------------------------------------------------------------------------------------------
+
+// Read once and not again soon: no room in L1. (ptxas takes L2::evict_first in a load only with 32-byte vectors.)
+__device__ __forceinline__ uint4 loadStream(void const* address)
+{
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ uint2 loadStream2(void const* address)
+{
+    uint2 v;
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+    return v;
+}
+
+__device__ __forceinline__ uint4 load16(void const* address)
+{
+    return *static_cast<uint4 const*>(address);
+}
+
+// --- conversions --------------------------------------------------------------------------------------------------------
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high)
+{
+    uint32_t r;
+    if constexpr (std::is_same_v<T, __half>)
+    {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    }
+    else
+    {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    }
+    return r;
+}
+
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t v)
+{
+    if constexpr (std::is_same_v<T, __half>)
+    {
+        return __half22float2(*reinterpret_cast<__half2*>(&v));
+    }
+    else
+    {
+        return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000U));
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ float toFloat(T v)
+{
+    return static_cast<float>(v);
+}
+
+// Two e4m3 (low byte first) to two f16; exact.
+__device__ __forceinline__ uint32_t halvesOfE4m3(uint16_t v)
+{
+    __half2_raw const r = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(v), __NV_E4M3);
+    return uint32_t{r.x} | uint32_t{r.y} << 16;
+}
+
+// --- tensor cores -------------------------------------------------------------------------------------------------------
+
+// d += A B, A [16, 16] row by row, B [16, 8] column by column, d [16, 8] float32. With lane (g, t):
+//   a[0]: A[g][2t, 2t+1]  a[1]: A[g+8][2t, 2t+1]  a[2]: A[g][2t+8, 2t+9]  a[3]: A[g+8][2t+8, 2t+9]
+//   b0: B[2t, 2t+1][g]    b1: B[2t+8, 2t+9][g]    d[0], d[1]: D[g][2t, 2t+1]  d[2], d[3]: D[g+8][2t, 2t+1]
+template <typename T>
+__device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
+{
+    if constexpr (std::is_same_v<T, __half>)
+    {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                     "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+    else
+    {
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                     "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+}
+
+// Transposes an 8 x 8 matrix of 2-byte elements: lane (g, t) gives M[g][2t, 2t+1] and gets M[2t][g], M[2t+1][g].
+__device__ __forceinline__ uint32_t transpose8x8(uint32_t v)
+{
+    uint32_t r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+    return r;
+}
+
+// --- addresses ----------------------------------------------------------------------------------------------------------
+
+// Bytes of one live page of one layer.
+__device__ __forceinline__ size_t livePageElements(View const& v)
+{
+    return size_t{2} * v.kvHeads * kLIVE_PAGE_TOKENS * v.headSize;
+}
+
+// Page id of token p.
+__device__ __forceinline__ int32_t livePage(View const& v, int32_t slot, int32_t ring, int32_t p)
+{
+    int32_t index = p / kLIVE_PAGE_TOKENS;
+    index = index < ring ? index : index % ring;
+    return v.liveTable[size_t{static_cast<uint32_t>(slot)} * v.liveTableStride + index];
+}
+
+// Key [D] of token p of a page.
+template <typename T>
+__device__ __forceinline__ T* liveKey(View const& v, int32_t layer, int32_t page, int32_t head, int32_t p)
+{
+    return static_cast<T*>(v.live) + (size_t{static_cast<uint32_t>(layer)} * v.livePages + page) * livePageElements(v)
+        + (size_t{static_cast<uint32_t>(head)} * kLIVE_PAGE_TOKENS + p % kLIVE_PAGE_TOKENS) * v.headSize;
+}
+
+// Values [D, 8] of the unit that holds token p of a page.
+template <typename T>
+__device__ __forceinline__ T* liveValueUnit(View const& v, int32_t layer, int32_t page, int32_t head, int32_t p)
+{
+    return static_cast<T*>(v.live) + (size_t{static_cast<uint32_t>(layer)} * v.livePages + page) * livePageElements(v)
+        + (size_t{static_cast<uint32_t>(v.kvHeads + head)} * kLIVE_PAGE_TOKENS + p % kLIVE_PAGE_TOKENS / kUNIT * kUNIT)
+        * v.headSize;
+}
+
+// Page id of sealed chunk c.
+__device__ __forceinline__ int32_t sealedPage(View const& v, int32_t slot, int32_t chunk)
+{
+    return v.sealedTable[size_t{static_cast<uint32_t>(slot)} * v.sealedTableStride
+        + ((chunk << v.chunkShift) / kSEALED_PAGE_TOKENS)];
+}
+
+// Index of chunk c of a head in what is [layers, sealedPages, H, 512 / C]; `page` is the one that holds it.
+__device__ __forceinline__ size_t pagedChunk(View const& v, int32_t layer, int32_t page, int32_t head, int32_t chunk)
+{
+    int32_t const perPage = kSEALED_PAGE_TOKENS >> v.chunkShift;
+    return ((size_t{static_cast<uint32_t>(layer)} * v.sealedPages + page) * v.kvHeads + head) * perPage
+        + (chunk & (perPage - 1));
+}
+
+// Index of a head in what is [layers, sealedRows, H].
+__device__ __forceinline__ size_t sealedHead(View const& v, int32_t layer, int32_t sealedRow, int32_t head)
+{
+    return (size_t{static_cast<uint32_t>(layer)} * v.sealedRows + sealedRow) * v.kvHeads + head;
+}
+
+// (cos, sin) of token p for frequencies i, i + 1; i even.
+__device__ __forceinline__ float4 ropePair(View const& v, int32_t p, int32_t i)
+{
+    int32_t const half = v.headSize / 2;
+    float4 const turn = *reinterpret_cast<float4 const*>(v.ropeTurns + (size_t{static_cast<uint32_t>(p / kUNIT)} * half + i) * 2);
+    float4 const step = *reinterpret_cast<float4 const*>(v.ropeSteps + (size_t{static_cast<uint32_t>(p % kUNIT)} * half + i) * 2);
+    return make_float4(turn.x * step.x - turn.y * step.y, turn.x * step.y + turn.y * step.x,
+        turn.z * step.z - turn.w * step.w, turn.z * step.w + turn.w * step.z);
+}
+
+// --- reductions ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float warpMax(float v)
+{
+#pragma unroll
+    for (int32_t offset = 16; offset > 0; offset /= 2)
+    {
+        v = fmaxf(v, __shfl_xor_sync(kFULL_WARP, v, offset));
+    }
+    return v;
+}
+
+__device__ __forceinline__ float warpSum(float v)
+{
+#pragma unroll
+    for (int32_t offset = 16; offset > 0; offset /= 2)
+    {
+        v += __shfl_xor_sync(kFULL_WARP, v, offset);
+    }
+    return v;
+}
+
+// --- dispatch -----------------------------------------------------------------------------------------------------------
+
+// Calls f(type tag, integral constant of the head size).
+template <typename F>
+cudaError_t dispatchShape(View const& view, F&& f)
+{
+    auto const bySize = [&](auto tag) -> cudaError_t
+    {
+        switch (view.headSize)
+        {
+        case 64: return f(tag, std::integral_constant<int32_t, 64>{});
+        case 96: return f(tag, std::integral_constant<int32_t, 96>{});
+        case 128: return f(tag, std::integral_constant<int32_t, 128>{});
+        default: return cudaErrorInvalidValue;
+        }
+    };
+    return view.element == Element::kF16 ? bySize(__half{}) : bySize(__nv_bfloat16{});
+}
+
+} // namespace trtllm_shadowkv::kernels

@@ -1,0 +1,219 @@
+// A step's kernels in their order, on the caller's stream and the fetch stream.
+#include "state/decode_device.h"
+#include "state/require.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <string>
+
+namespace trtllm_shadowkv
+{
+namespace
+{
+
+using namespace kernels;
+
+constexpr uint64_t kELEMENT_ALIGNMENT = 16; // bytes: what kernels read at once
+constexpr uint64_t kINDEX_ALIGNMENT = 4;
+
+// Row groups: while one is fetched the next is scored. Small batches have too little work to share.
+constexpr int32_t kDEFAULT_GROUPS = 4;
+constexpr int32_t kSMALL_BATCH = 4; // below: 2 groups, and 1 for a single row
+
+// Multiprocessors that scoring leaves to the fetch, where there are enough of them; 8 blocks of 512 threads fill a PCIe
+// gen5 link.
+constexpr int32_t kFETCH_BLOCKS = 8;
+constexpr int32_t kMANY_MULTIPROCESSORS = 32;
+
+int32_t scoreBlocks(View const& view)
+{
+    int32_t const left = view.multiprocessors >= kMANY_MULTIPROCESSORS ? kFETCH_BLOCKS : 1;
+    return std::max(1, view.multiprocessors - left);
+}
+
+// Throws Failure that names the stage: "score of layer 3, rows 0 to 5: ...".
+void checkStage(cudaError_t error, char const* stage, int32_t layer, RowGroup rows)
+{
+    if (error != cudaSuccess)
+    {
+        std::string const what = std::string(stage) + " of layer " + std::to_string(layer) + ", batch rows "
+                                 + std::to_string(rows.begin) + " to " + std::to_string(rows.end - 1);
+        checkCuda(error, what.c_str());
+    }
+}
+
+} // namespace
+
+int32_t DecodeState::groups(int32_t batch) const
+{
+    int32_t const chosen = batch < kSMALL_BATCH ? std::min(batch, 2) : kDEFAULT_GROUPS;
+    return std::min(batch, mRowGroups > 0 ? mRowGroups : chosen);
+}
+
+RowGroup DecodeState::group(int32_t batch, int32_t index) const
+{
+    int32_t const count = groups(batch);
+    return {batch * index / count, batch * (index + 1) / count};
+}
+
+void DecodeState::requireStep(StepArguments const& a) const
+{
+    requireRange("layer", a.layer, 0, mView.layers - 1);
+    requireRange("batch", a.batch, 1, mView.maxBatch);
+    requireStream(a.stream);
+}
+
+void DecodeState::requireSelection(int32_t const* selection) const
+{
+    if (mSeals || selection != nullptr)
+    {
+        requireAddress("selection", selection, kINDEX_ALIGNMENT);
+    }
+}
+
+void DecodeState::requireDevice() const
+{
+    if (!mOn)
+    {
+        throw Failure(TSK_WRONG_STATE, "the state is dry; expected one with a device");
+    }
+}
+
+void DecodeState::prologue(int32_t const* slots, int32_t batch, cudaStream_t stream)
+{
+    requireAddress("slots", slots, kINDEX_ALIGNMENT);
+    requireRange("batch", batch, 1, mView.maxBatch);
+    requireStream(stream);
+    requireDevice();
+    checkCuda(stepPrologue(mView, slots, batch, stream), "prologue");
+}
+
+void DecodeState::landmarkTopK(StepArguments const& a)
+{
+    requireStep(a);
+    requireAddress("qkv", a.qkv, kELEMENT_ALIGNMENT);
+    requireAddress("positions", a.positions, kINDEX_ALIGNMENT);
+    requireAddress("q", a.q, kELEMENT_ALIGNMENT);
+    requireSelection(a.selection);
+    requireDevice();
+    RowGroup const all{0, a.batch};
+    checkStage(appendTokens(mView, a.layer, a.qkv, a.positions, a.q, a.batch, a.stream), "append", a.layer, all);
+    if (!mSeals)
+    {
+        if (a.selection != nullptr)
+        {
+            size_t const bytes = sizeof(int32_t) * static_cast<size_t>(a.batch) * static_cast<size_t>(mView.kvHeads)
+                                 * static_cast<size_t>(mView.topK);
+            TSK_CUDA(cudaMemsetAsync(a.selection, 0xff, bytes, a.stream)); // all -1
+        }
+        return;
+    }
+    cudaStream_t const fetch = mOn->fetch.get();
+    checkStage(cudaEventRecord(mOn->entered.get(), a.stream), "record before seal", a.layer, all);
+    checkStage(cudaStreamWaitEvent(fetch, mOn->entered.get(), 0), "wait before seal", a.layer, all);
+    checkStage(sealChunks(mView, a.layer, a.batch, fetch), "seal", a.layer, all);
+    for (int32_t g = 0; g < groups(a.batch); ++g)
+    {
+        RowGroup const rows = group(a.batch, g);
+        cudaEvent_t const selected = mOn->selected[g].get();
+        checkStage(scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, scoreBlocks(mView), a.stream), "score",
+            a.layer, rows);
+        checkStage(selectChunks(mView, a.layer, a.selection, rows.begin, rows.end, mOn->selectBytes, a.stream),
+            "select", a.layer, rows);
+        checkStage(cudaEventRecord(selected, a.stream), "record before fetch", a.layer, rows);
+        checkStage(cudaStreamWaitEvent(fetch, selected, 0), "wait before fetch", a.layer, rows);
+        checkStage(fetchValues(mView, a.layer, rows.begin, rows.end, kFETCH_BLOCKS, fetch), "fetch", a.layer, rows);
+        checkStage(cudaEventRecord(mOn->fetched[g].get(), fetch), "record after fetch", a.layer, rows);
+    }
+}
+
+void DecodeState::keyReconstruct(StepArguments const& a)
+{
+    requireStep(a);
+    requireDevice();
+    if (mSeals)
+    {
+        checkStage(rebuildKeys(mView, a.layer, 0, a.batch, a.stream), "rebuild", a.layer, {0, a.batch});
+    }
+}
+
+void DecodeState::sparseAttention(StepArguments const& a)
+{
+    requireStep(a);
+    requireAddress("q", a.q, kELEMENT_ALIGNMENT);
+    requireAddress("out", a.out, kELEMENT_ALIGNMENT);
+    requireDevice();
+    RowGroup const all{0, a.batch};
+    checkStage(attendResident(mView, a.layer, a.q, 0, a.batch, a.stream), "attend resident", a.layer, all);
+    if (!mSeals)
+    {
+        checkStage(attendFetched(mView, a.layer, a.q, a.out, 0, a.batch, a.stream), "attend fetched", a.layer, all);
+        return;
+    }
+    for (int32_t g = 0; g < groups(a.batch); ++g)
+    {
+        RowGroup const rows = group(a.batch, g);
+        checkStage(cudaStreamWaitEvent(a.stream, mOn->fetched[g].get(), 0), "wait for fetch", a.layer, rows);
+        checkStage(
+            attendFetched(mView, a.layer, a.q, a.out, rows.begin, rows.end, a.stream), "attend fetched", a.layer, rows);
+    }
+}
+
+void DecodeState::stage(int32_t stage, RowGroup rows, StepArguments const& a)
+{
+    requireRange("stage", stage, TSK_STAGE_APPEND, TSK_STAGE_ATTEND_FETCHED);
+    requireStep(a);
+    requireRange("end", rows.end, 1, a.batch);
+    requireRange("begin", rows.begin, 0, rows.end - 1);
+    auto const uses = [&](std::initializer_list<tsk_stage> stages)
+    { return std::find(stages.begin(), stages.end(), stage) != stages.end(); };
+    if (uses({TSK_STAGE_APPEND}))
+    {
+        requireAddress("qkv", a.qkv, kELEMENT_ALIGNMENT);
+        requireAddress("positions", a.positions, kINDEX_ALIGNMENT);
+    }
+    if (uses({TSK_STAGE_APPEND, TSK_STAGE_SCORE, TSK_STAGE_ATTEND_RESIDENT, TSK_STAGE_ATTEND_FETCHED}))
+    {
+        requireAddress("q", a.q, kELEMENT_ALIGNMENT);
+    }
+    if (uses({TSK_STAGE_SELECT}))
+    {
+        requireAddress("selection", a.selection, kINDEX_ALIGNMENT);
+    }
+    if (uses({TSK_STAGE_ATTEND_FETCHED}))
+    {
+        requireAddress("out", a.out, kELEMENT_ALIGNMENT);
+    }
+    if (!mSeals && !uses({TSK_STAGE_APPEND, TSK_STAGE_ATTEND_RESIDENT, TSK_STAGE_ATTEND_FETCHED}))
+    {
+        throw Failure(TSK_WRONG_STATE,
+            "stage " + std::to_string(stage) + " of a state in which no row is sealed; expected append or attention");
+    }
+    requireDevice();
+    auto const run = [&]() -> cudaError_t
+    {
+        switch (static_cast<tsk_stage>(stage))
+        {
+        case TSK_STAGE_APPEND:
+            return appendTokens(mView, a.layer, a.qkv, a.positions, a.q, a.batch, a.stream);
+        case TSK_STAGE_SEAL:
+            return sealChunks(mView, a.layer, a.batch, a.stream);
+        case TSK_STAGE_SCORE:
+            return scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, scoreBlocks(mView), a.stream);
+        case TSK_STAGE_SELECT:
+            return selectChunks(mView, a.layer, a.selection, rows.begin, rows.end, mOn->selectBytes, a.stream);
+        case TSK_STAGE_FETCH:
+            return fetchValues(mView, a.layer, rows.begin, rows.end, kFETCH_BLOCKS, a.stream);
+        case TSK_STAGE_REBUILD:
+            return rebuildKeys(mView, a.layer, rows.begin, rows.end, a.stream);
+        case TSK_STAGE_ATTEND_RESIDENT:
+            return attendResident(mView, a.layer, a.q, rows.begin, rows.end, a.stream);
+        case TSK_STAGE_ATTEND_FETCHED:
+            return attendFetched(mView, a.layer, a.q, a.out, rows.begin, rows.end, a.stream);
+        }
+        return cudaErrorInvalidValue;
+    };
+    checkStage(run(), "stage", a.layer, rows);
+}
+
+} // namespace trtllm_shadowkv

@@ -1,0 +1,35 @@
+"""Tests in this folder run on a GPU: `make test-gpu`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = None if torch.cuda.is_available() else "no NVIDIA GPU that torch can use on this machine"
+    for item in items:
+        if "plugins/gpu" in item.path.as_posix():
+            item.add_marker(pytest.mark.gpu)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator(device="cuda").manual_seed(20260410)
+
+
+@pytest.fixture(autouse=True)
+def working_context() -> Iterator[None]:
+    """After an illegal access every later CUDA call of the process fails: stop, and let pytest-xdist start another."""
+    yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as e:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        pytest.exit(f"the CUDA context is broken: {str(e).splitlines()[0]}", 1)

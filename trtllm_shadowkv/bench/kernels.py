@@ -1,0 +1,311 @@
+"""Decode kernels on one GPU: each stage and a whole layer's step, beside torch's dense attention in the same run.
+
+python -m trtllm_shadowkv.bench.kernels --output docs/results/kernels-h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.profiler
+from torch import Tensor
+
+from trtllm_shadowkv.bench.report import report, write
+from trtllm_shadowkv.bench.synthetic import (
+    CHUNK,
+    HEAD_SIZE,
+    HEADS,
+    KV_HEADS,
+    MEASURED,
+    OUTLIERS,
+    RANK,
+    TOP_K,
+    WARM_UP,
+    WINDOW,
+    Case,
+    SyntheticRows,
+)
+from trtllm_shadowkv.library import load
+from trtllm_shadowkv.runtime.cuda_state import PinnedSlab
+
+CONTEXTS = (61_440, 124_928)
+CACHES = (
+    ("previous step", 1, "hit60"),
+    ("previous step", 1, "hit80"),
+    ("previous step", 1, "text"),
+    ("lru2k", 2, "text"),
+    ("lru4k", 4, "text"),
+)
+Rows = list[dict[str, Any]]
+
+
+def microseconds(stream: torch.cuda.Stream, work: Callable[[], None], repeats: int = 7) -> float:
+    """Median time of one replay of ``work``, captured as a graph on ``stream``."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    times: list[float] = []
+    with torch.cuda.stream(stream):
+        for _ in range(repeats + 1):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            stream.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times[1:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a large copy inside the GPU, read and written bytes counted."""
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
+    target = torch.empty_like(source)
+
+    times: list[float] = []
+    for _ in range(6):  # not in a graph, where copies are left to a slower copy engine
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e-3)
+    return 2 * source.nbytes / statistics.median(times[1:])
+
+
+def dense_baseline(batch: int, context: int) -> float:
+    """Microseconds of torch's attention over dense bfloat16 keys and values."""
+    q = torch.randn(batch, HEADS, 1, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
+    kv = [torch.randn(batch, KV_HEADS, context, HEAD_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+
+    def work() -> None:
+        for _ in range(8):
+            torch.nn.functional.scaled_dot_product_attention(q, kv[0], kv[1], enable_gqa=True)
+
+    work()
+    return microseconds(torch.cuda.Stream(), work) / 8
+
+
+def measure_layer(rows: SyntheticRows) -> tuple[float, float]:
+    """Microseconds of a layer in a step, and the hit rate, over MEASURED steps after WARM_UP steps."""
+    layers = range(rows.case.layers)
+    with torch.cuda.stream(rows.stream):
+        for step, layer in itertools.product(range(WARM_UP), layers):
+            rows.layer(step, layer)
+
+    def work() -> None:
+        for step, layer in itertools.product(range(WARM_UP, WARM_UP + MEASURED), layers):
+            rows.layer(step, layer)
+
+    # The first replay continues the drift; later ones would jump back, so each is warmed up again.
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=rows.stream):
+        work()
+    times = []
+    hits = misses = 0
+    for repeat in range(5):
+        with torch.cuda.stream(rows.stream):
+            if repeat:
+                for step, layer in itertools.product(range(WARM_UP), layers):
+                    rows.layer(step, layer)
+            rows.stream.synchronize()
+            before = rows.lookups()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record(rows.stream)
+            graph.replay()
+            end.record(rows.stream)
+            rows.stream.synchronize()
+        after = rows.lookups()
+        hits, misses = hits + after[0] - before[0], misses + after[1] - before[1]
+        times.append(begin.elapsed_time(end) * 1e3 / (MEASURED * len(layers)))
+    return statistics.median(times[1:]), hits / max(1, hits + misses)
+
+
+def stage_times(rows: SyntheticRows, copy: float, link: float) -> Rows:
+    """Every kernel alone, all rows in one group, repeated over the layers; the misses are those of the last step."""
+    case, state, stream = rows.case, rows.state, rows.stream
+    b, n = case.batch, case.context // CHUNK
+    rows.stream.synchronize()
+    misses = int(rows.memory.miss_counts[:b].sum())
+    hits = int(rows.memory.hit_counts[:b].sum())
+    lb, vb = (1 if case.landmarks == "fp8" else 2), (1 if case.values == "fp8" else 2)
+    pairs = b * KV_HEADS
+    token = (2 + vb) * HEAD_SIZE
+    moved = {
+        "append": b * (2 * HEADS + 4 * KV_HEADS) * HEAD_SIZE * 2,
+        "score": pairs * n * (HEAD_SIZE * lb + 4 * (lb == 1)) + b * HEADS * n * 4,
+        "fetch": misses * CHUNK * HEAD_SIZE * vb,
+        "rebuild": misses * CHUNK * (RANK + HEAD_SIZE) * 2 + pairs * RANK * HEAD_SIZE * 2,
+        "attend_resident": hits * CHUNK * token + pairs * (OUTLIERS * CHUNK + WINDOW) * 4 * HEAD_SIZE,
+        "attend_fetched": misses * CHUNK * token,
+        "select": b * HEADS * n * 4,  # last: once repeated it leaves no misses
+    }
+    limits = dict.fromkeys(moved, copy) | {"fetch": link}
+    found: Rows = []
+    for name, size in moved.items():
+
+        def work(name: str = name) -> None:
+            for layer in list(range(case.layers)) * 8:
+                state.stage(
+                    name,
+                    layer,
+                    0,
+                    b,
+                    b,
+                    qkv=rows.qkv[-1, layer].data_ptr(),
+                    positions=rows.positions.data_ptr(),
+                    q=rows.q.data_ptr(),
+                    selection=rows.selection.data_ptr(),
+                    out=rows.out.data_ptr(),
+                    stream=stream.cuda_stream,
+                )
+
+        time = microseconds(stream, work) / (8 * case.layers)
+        row = {"kernel": name, "batch": b, "context": case.context, "values": case.values, "landmarks": case.landmarks}
+        found.append(row | {"microseconds": time, "bytes": size, "share_of_limit": size / time * 1e6 / limits[name]})
+    return found
+
+
+def torch_stages(batch: int, context: int) -> dict[str, float]:
+    """Microseconds of torch's own operations for scoring (bf16 landmarks), for softmax and top-k, for attention over
+    the sparse budget."""
+    n, g = context // CHUNK, HEADS // KV_HEADS
+    q = torch.randn(batch * KV_HEADS, g, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
+    marks = torch.randn(batch * KV_HEADS, HEAD_SIZE, n, device="cuda", dtype=torch.bfloat16)
+    scores = torch.randn(batch * KV_HEADS, g, n, device="cuda")
+    tokens = (TOP_K + OUTLIERS) * CHUNK + WINDOW
+    query = torch.randn(batch, HEADS, 1, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
+    keys = torch.randn(batch, KV_HEADS, tokens, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+
+    def attend() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, keys, keys, enable_gqa=True)
+
+    works: dict[str, Callable[[], Any]] = {
+        "score": lambda: q @ marks,
+        "select": lambda: scores.softmax(-1).amax(1).topk(TOP_K),
+        "attend": attend,
+    }
+    times = {}
+    for name, work in works.items():
+        work()
+
+        def repeated(work: Callable[[], Any] = work) -> None:
+            for _ in range(8):
+                work()
+
+        times[name] = microseconds(stream, repeated) / 8
+    return times
+
+
+def overlap(rows: SyntheticRows) -> dict[str, float]:
+    """Microseconds of scoring alone, of the fetch alone, and of both side by side on two streams of one graph."""
+    case, state, b = rows.case, rows.state, rows.case.batch
+    other = torch.cuda.Stream(priority=-1)
+
+    def stage(name: str, layer: int, stream: torch.cuda.Stream) -> None:
+        q, selection, out = rows.q.data_ptr(), rows.selection.data_ptr(), rows.out.data_ptr()
+        pointers = {"qkv": rows.qkv.data_ptr(), "positions": rows.positions.data_ptr(), "q": q, "selection": selection}
+        state.stage(name, layer, 0, b, b, out=out, stream=stream.cuda_stream, **pointers)
+
+    def score() -> None:
+        for layer in range(case.layers):
+            stage("score", layer, rows.stream)
+
+    def fetch(stream: torch.cuda.Stream = rows.stream) -> None:
+        stage("fetch", 0, stream)
+
+    def both() -> None:
+        other.wait_stream(rows.stream)
+        fetch(other)
+        score()
+        rows.stream.wait_stream(other)
+
+    works: dict[str, Callable[[], None]] = {"score": score, "fetch": fetch, "both": both}
+    return {name: microseconds(rows.stream, work) for name, work in works.items()}
+
+
+def timeline(rows: SyntheticRows) -> list[tuple[str, int, float, float]]:
+    """Kernels of one layer in a graph: name, stream, start and duration in microseconds, by torch's profiler."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=rows.stream):
+        for layer in range(2):
+            rows.layer(WARM_UP + MEASURED - 1 - layer, layer)
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [e for e in profile.profiler.kineto_results.events() if "kernels::" in e.name()]
+    events.sort(key=lambda e: e.start_ns())
+    second = [i for i, e in enumerate(events) if "append" in e.name()][1]  # the first layer starts cold
+    first = events[second].start_ns()
+    return [
+        (
+            e.name().split("::")[-1].split("<")[0].split("(")[0],
+            e.device_resource_id(),
+            round((e.start_ns() - first) * 1e-3, 2),
+            round(e.duration_ns() * 1e-3, 2),
+        )
+        for e in events[second:]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 24])
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--formats", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"])
+    parser.add_argument("--pool-gib", type=int, default=64, help="pinned memory over which values are spread")
+    parser.add_argument("--groups", type=int, nargs="+", default=[0], help="row groups to try; 0: the state's choice")
+    parser.add_argument("--output")
+    o = parser.parse_args()
+    library = load()
+    size = o.pool_gib << 30
+    copy = copy_bandwidth()
+    link = 1e9 * library.measure_link(0, 2048, 1 << 30)
+    found: Rows = []
+    baselines = {(b, s): dense_baseline(b, s) for b in o.batches for s in o.contexts}
+    torch.cuda.empty_cache()
+    with PinnedSlab(size) as pool:
+        for b, s in itertools.product(o.batches, o.contexts):
+            with SyntheticRows(Case(b, s, "bf16", "bf16", 1, "text", dense=True), pool, size) as rows:
+                time, _ = measure_layer(rows)
+            found.append(
+                {"kernel": "layer", "batch": b, "context": s, "cache": "dense", "microseconds": time}
+                | {"baseline_microseconds": baselines[b, s], "speedup": baselines[b, s] / time}
+            )
+            for kind, (cache, factor, profile) in itertools.product(o.formats, CACHES):
+                for groups in o.groups:
+                    with SyntheticRows(Case(b, s, kind, kind, factor, profile), pool, size, groups) as rows:
+                        time, hit = measure_layer(rows)
+                        row = {"kernel": "layer", "batch": b, "context": s, "values": kind, "landmarks": kind}
+                        row |= {"cache": cache, "hit_rate": hit, "microseconds": time, "groups": groups}
+                        row |= {"baseline_microseconds": baselines[b, s], "speedup": baselines[b, s] / time}
+                        miss_bytes = b * KV_HEADS * TOP_K * (1 - hit) * CHUNK * HEAD_SIZE * (1 if kind == "fp8" else 2)
+                        row |= {"link_microseconds": miss_bytes / link * 1e6}
+                        found.append(row)
+                        print(row, flush=True)
+                        if profile == "hit60" and groups == o.groups[0]:
+                            found += stage_times(rows, copy, link)
+                            found.append(
+                                {"kernel": "overlap", "batch": b, "context": s, "values": kind} | overlap(rows)
+                            )
+            found.append({"kernel": "torch", "batch": b, "context": s} | torch_stages(b, s))
+    data = report("python -m trtllm_shadowkv.bench.kernels", found)
+    device = library.device_info(0)
+    data |= {"gpu": device.name, "copy_gigabytes_per_second": copy / 1e9, "link_gigabytes_per_second": link / 1e9}
+    data["cuda"] = {"driver": device.driver_version, "runtime": device.runtime_version}
+    write(data, o.output)
+
+
+if __name__ == "__main__":
+    main()
