@@ -1,7 +1,7 @@
 # make demo    from a fresh clone to a long prompt answered on the CPU
 # make test    everything CI checks
 # make venv    only the virtual environment, with what builds the package
-# make test-gpu, make bench-kernels    on a machine with a GPU: its CMake and CUDA toolkit, and PYTHON's torch and pytest
+# make test-gpu, sanitize-gpu, bench-kernels    on a machine with a GPU: its CMake and CUDA toolkit, and PYTHON's torch and pytest
 #
 # PYTHON=python3.12 VENV=.venv INSTALLER=auto|uv|pip
 
@@ -23,7 +23,7 @@ editable := $(bin)/python -m pip install --quiet --no-deps --no-build-isolation 
 packaging := pyproject.toml CMakeLists.txt trtllm_shadowkv/names.py $(wildcard cmake/*)
 native := $(shell find plugins -type f)
 
-.PHONY: help venv demo test test-gpu bench-kernels check
+.PHONY: help venv demo test test-gpu sanitize-gpu bench-kernels check
 
 help:
 	@sed -n 's/^# \(make\|PYTHON\)/\1/p' Makefile
@@ -46,6 +46,13 @@ on_gpu = TRTLLM_SHADOWKV_LIBRARY=$(gpu_library) $(PYTHON) -m
 
 test-gpu: $(gpu_library) | check
 	$(on_gpu) pytest -q -m gpu $(PYTEST)
+
+# Racecheck and memcheck of our own kernels; initcheck besides. Each stops at the first fault.
+sanitize-gpu: $(gpu_library) | check
+	for tool in memcheck racecheck initcheck; do \
+	    TRTLLM_SHADOWKV_LIBRARY=$(gpu_library) compute-sanitizer --tool $$tool --error-exitcode 9 \
+	        --kernel-regex kns=trtllm_shadowkv $(PYTHON) -m pytest -q -p no:cacheprovider tests/plugins/gpu/test_reduced.py; \
+	done
 
 bench-kernels: $(gpu_library) | check
 	$(on_gpu) trtllm_shadowkv.bench.kernels --output docs/results/kernels-h200.json

@@ -37,7 +37,8 @@ def device_tensor(address: int, shape: Sequence[int], dtype: torch.dtype, device
 
 def transposed_units(values: Tensor) -> Tensor:
     """Values [..., T, D] as the state keeps them: units [..., T/8, D, 8]."""
-    return values.unflatten(-2, (-1, UNIT)).transpose(-1, -2).contiguous()
+    units: Tensor = values.unflatten(-2, (-1, UNIT))
+    return units.transpose(-1, -2).contiguous()
 
 
 def plain_values(units: Tensor) -> Tensor:

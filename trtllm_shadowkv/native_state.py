@@ -15,7 +15,7 @@ from trtllm_shadowkv.library import Library, address, load, whole
 DRY = -1
 """Device of a dry state, which keeps the books of its rows, has no memory and launches nothing."""
 
-STAGES = ("append", "seal", "score", "select", "fetch", "rebuild", "attend_resident", "attend_fetched")
+STAGES = ("append", "seal", "score", "select", "fetch", "rebuild", "attend_resident", "attend_fetched", "merge")
 """Kernels of one layer, in the order of ``tsk_stage``."""
 
 _I32, _I64, _ADDRESS = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
@@ -58,7 +58,7 @@ class Buffers(ctypes.Structure):
         *_numbers(ctypes.c_uint64, "factor_a landmarks landmark_scales value_scales excluded factor_b centres"),
         *_numbers(ctypes.c_uint64, "outlier_ids outlier_keys outlier_values cache_keys cache_values cache_order"),
         *_numbers(ctypes.c_uint64, "rope_turns rope_steps steps logits logit_sums hit_counts miss_counts entries"),
-        *_numbers(ctypes.c_uint64, "partials arrivals device_bytes"),
+        *_numbers(ctypes.c_uint64, "partials device_bytes"),
     )
 
 

@@ -149,7 +149,7 @@ typedef struct
     uint64_t factor_a, landmarks, landmark_scales, value_scales, excluded;
     uint64_t factor_b, centres, outlier_ids, outlier_keys, outlier_values, cache_keys, cache_values, cache_order;
     uint64_t rope_turns, rope_steps;
-    uint64_t steps, logits, logit_sums, hit_counts, miss_counts, entries, partials, arrivals;
+    uint64_t steps, logits, logit_sums, hit_counts, miss_counts, entries, partials;
     uint64_t device_bytes; /* of all arrays together; also of a dry state: what one with a device would take */
 } tsk_buffers;
 
@@ -265,7 +265,8 @@ typedef enum
     TSK_STAGE_FETCH = 4,
     TSK_STAGE_REBUILD = 5,
     TSK_STAGE_ATTEND_RESIDENT = 6,
-    TSK_STAGE_ATTEND_FETCHED = 7
+    TSK_STAGE_ATTEND_FETCHED = 7,
+    TSK_STAGE_MERGE = 8
 } tsk_stage;
 
 /* For tests and benches: one kernel by itself, on `stream` alone, for batch rows [begin, end) of a step (append and

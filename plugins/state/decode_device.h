@@ -46,14 +46,16 @@ struct DecodeState::Device
         : memory(view, config.inverse_frequencies, config.max_tokens),
           selectBytes(kernels::selectSharedBytes(
               view, maxChunks, deviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, config.device))),
-          fetch(greatestPriority())
+          select(greatestPriority()), fetch(greatestPriority())
     {
     }
 
     StateMemory memory;
     int32_t selectBytes; // the same for all rows, so that a captured graph holds as they grow
-    Stream fetch;        // after the memory, so that it has ended before that goes
-    OrderEvent entered;  // the caller's stream has come to what sealing needs
+    Stream select;       // after the memory, so that it has ended before that goes
+    Stream fetch;
+    OrderEvent entered; // the caller's stream has come to what sealing needs
+    std::array<OrderEvent, kernels::kMAX_ROW_GROUPS> scored;
     std::array<OrderEvent, kernels::kMAX_ROW_GROUPS> selected;
     std::array<OrderEvent, kernels::kMAX_ROW_GROUPS> fetched; // and whatever the fetch stream did before
 };

@@ -145,7 +145,6 @@ tsk_buffers DecodeState::describe() const
     b.miss_counts = addressOf(v.missCounts);
     b.entries = addressOf(v.entries);
     b.partials = addressOf(v.partials);
-    b.arrivals = addressOf(v.arrivals);
     b.device_bytes = mBytes;
     return b;
 }

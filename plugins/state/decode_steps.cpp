@@ -1,4 +1,4 @@
-// A step's kernels in their order, on the caller's stream and the fetch stream.
+// A step's kernels in their order, on the caller's stream, the select stream and the fetch stream.
 #include "state/decode_device.h"
 #include "state/require.h"
 
@@ -20,15 +20,21 @@ constexpr uint64_t kINDEX_ALIGNMENT = 4;
 constexpr int32_t kDEFAULT_GROUPS = 4;
 constexpr int32_t kSMALL_BATCH = 4; // below: 2 groups, and 1 for a single row
 
-// Multiprocessors that scoring leaves to the fetch, where there are enough of them; 8 blocks of 512 threads fill a PCIe
-// gen5 link.
+// Kernels that fill the GPU leave room for what has to run beside them, where there are multiprocessors enough: for the
+// fetch, 8 blocks of 512 threads, two a multiprocessor, which fill a PCIe gen5 link; and, while a group is scored, for the
+// selection of the group before. A kernel that took all would hold up the next fetch until it ends.
 constexpr int32_t kFETCH_BLOCKS = 8;
-constexpr int32_t kMANY_MULTIPROCESSORS = 32;
+constexpr int32_t kFETCH_SHARE = 32; // one of so many multiprocessors
+constexpr int32_t kSELECT_SHARE = 6;
 
-int32_t scoreBlocks(View const& view)
+int32_t besideFetch(View const& view)
 {
-    int32_t const left = view.multiprocessors >= kMANY_MULTIPROCESSORS ? kFETCH_BLOCKS : 1;
-    return std::max(1, view.multiprocessors - left);
+    return std::max(1, view.multiprocessors - view.multiprocessors / kFETCH_SHARE);
+}
+
+int32_t scoreBlocks(View const& view, int32_t groups)
+{
+    return std::max(1, besideFetch(view) - (groups > 1 ? view.multiprocessors / kSELECT_SHARE : 0));
 }
 
 // Throws Failure that names the stage: "score of layer 3, rows 0 to 5: ...".
@@ -112,18 +118,31 @@ void DecodeState::landmarkTopK(StepArguments const& a)
     checkStage(cudaEventRecord(mOn->entered.get(), a.stream), "record before seal", a.layer, all);
     checkStage(cudaStreamWaitEvent(fetch, mOn->entered.get(), 0), "wait before seal", a.layer, all);
     checkStage(sealChunks(mView, a.layer, a.batch, fetch), "seal", a.layer, all);
-    for (int32_t g = 0; g < groups(a.batch); ++g)
+    int32_t const count = groups(a.batch);
+    cudaStream_t const select = count > 1 ? mOn->select.get() : a.stream;
+    for (int32_t g = 0; g < count; ++g)
     {
         RowGroup const rows = group(a.batch, g);
+        cudaEvent_t const scored = mOn->scored[g].get();
         cudaEvent_t const selected = mOn->selected[g].get();
-        checkStage(scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, scoreBlocks(mView), a.stream), "score",
+        checkStage(scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, scoreBlocks(mView, count), a.stream),
+            "score", a.layer, rows);
+        if (count > 1)
+        {
+            checkStage(cudaEventRecord(scored, a.stream), "record before select", a.layer, rows);
+            checkStage(cudaStreamWaitEvent(select, scored, 0), "wait before select", a.layer, rows);
+        }
+        checkStage(selectChunks(mView, a.layer, a.selection, rows.begin, rows.end, mOn->selectBytes, select), "select",
             a.layer, rows);
-        checkStage(selectChunks(mView, a.layer, a.selection, rows.begin, rows.end, mOn->selectBytes, a.stream),
-            "select", a.layer, rows);
-        checkStage(cudaEventRecord(selected, a.stream), "record before fetch", a.layer, rows);
+        checkStage(cudaEventRecord(selected, select), "record before fetch", a.layer, rows);
         checkStage(cudaStreamWaitEvent(fetch, selected, 0), "wait before fetch", a.layer, rows);
         checkStage(fetchValues(mView, a.layer, rows.begin, rows.end, kFETCH_BLOCKS, fetch), "fetch", a.layer, rows);
         checkStage(cudaEventRecord(mOn->fetched[g].get(), fetch), "record after fetch", a.layer, rows);
+    }
+    if (count > 1)
+    {
+        checkStage(
+            cudaStreamWaitEvent(a.stream, mOn->selected[count - 1].get(), 0), "wait for selection", a.layer, all);
     }
 }
 
@@ -133,7 +152,8 @@ void DecodeState::keyReconstruct(StepArguments const& a)
     requireDevice();
     if (mSeals)
     {
-        checkStage(rebuildKeys(mView, a.layer, 0, a.batch, a.stream), "rebuild", a.layer, {0, a.batch});
+        checkStage(
+            rebuildKeys(mView, a.layer, 0, a.batch, besideFetch(mView), a.stream), "rebuild", a.layer, {0, a.batch});
     }
 }
 
@@ -144,24 +164,22 @@ void DecodeState::sparseAttention(StepArguments const& a)
     requireAddress("out", a.out, kELEMENT_ALIGNMENT);
     requireDevice();
     RowGroup const all{0, a.batch};
-    checkStage(attendResident(mView, a.layer, a.q, 0, a.batch, a.stream), "attend resident", a.layer, all);
-    if (!mSeals)
+    checkStage(
+        attendResident(mView, a.layer, a.q, 0, a.batch, besideFetch(mView), a.stream), "attend resident", a.layer, all);
+    // The last group alone: the others are attended while it is fetched.
+    int32_t const last = mSeals ? groups(a.batch) - 1 : -1;
+    for (int32_t g = std::max(0, last - 1); g <= last; ++g)
     {
-        checkStage(attendFetched(mView, a.layer, a.q, a.out, 0, a.batch, a.stream), "attend fetched", a.layer, all);
-        return;
-    }
-    for (int32_t g = 0; g < groups(a.batch); ++g)
-    {
-        RowGroup const rows = group(a.batch, g);
+        RowGroup const rows{g < last ? 0 : group(a.batch, g).begin, group(a.batch, g).end};
         checkStage(cudaStreamWaitEvent(a.stream, mOn->fetched[g].get(), 0), "wait for fetch", a.layer, rows);
-        checkStage(
-            attendFetched(mView, a.layer, a.q, a.out, rows.begin, rows.end, a.stream), "attend fetched", a.layer, rows);
+        checkStage(attendFetched(mView, a.layer, a.q, rows.begin, rows.end, a.stream), "attend fetched", a.layer, rows);
     }
+    checkStage(mergePartials(mView, a.out, 0, a.batch, a.stream), "merge", a.layer, all);
 }
 
 void DecodeState::stage(int32_t stage, RowGroup rows, StepArguments const& a)
 {
-    requireRange("stage", stage, TSK_STAGE_APPEND, TSK_STAGE_ATTEND_FETCHED);
+    requireRange("stage", stage, TSK_STAGE_APPEND, TSK_STAGE_MERGE);
     requireStep(a);
     requireRange("end", rows.end, 1, a.batch);
     requireRange("begin", rows.begin, 0, rows.end - 1);
@@ -180,11 +198,11 @@ void DecodeState::stage(int32_t stage, RowGroup rows, StepArguments const& a)
     {
         requireAddress("selection", a.selection, kINDEX_ALIGNMENT);
     }
-    if (uses({TSK_STAGE_ATTEND_FETCHED}))
+    if (uses({TSK_STAGE_MERGE}))
     {
         requireAddress("out", a.out, kELEMENT_ALIGNMENT);
     }
-    if (!mSeals && !uses({TSK_STAGE_APPEND, TSK_STAGE_ATTEND_RESIDENT, TSK_STAGE_ATTEND_FETCHED}))
+    if (!mSeals && !uses({TSK_STAGE_APPEND, TSK_STAGE_ATTEND_RESIDENT, TSK_STAGE_MERGE}))
     {
         throw Failure(TSK_WRONG_STATE,
             "stage " + std::to_string(stage) + " of a state in which no row is sealed; expected append or attention");
@@ -199,17 +217,19 @@ void DecodeState::stage(int32_t stage, RowGroup rows, StepArguments const& a)
         case TSK_STAGE_SEAL:
             return sealChunks(mView, a.layer, a.batch, a.stream);
         case TSK_STAGE_SCORE:
-            return scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, scoreBlocks(mView), a.stream);
+            return scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, scoreBlocks(mView, 1), a.stream);
         case TSK_STAGE_SELECT:
             return selectChunks(mView, a.layer, a.selection, rows.begin, rows.end, mOn->selectBytes, a.stream);
         case TSK_STAGE_FETCH:
             return fetchValues(mView, a.layer, rows.begin, rows.end, kFETCH_BLOCKS, a.stream);
         case TSK_STAGE_REBUILD:
-            return rebuildKeys(mView, a.layer, rows.begin, rows.end, a.stream);
+            return rebuildKeys(mView, a.layer, rows.begin, rows.end, besideFetch(mView), a.stream);
         case TSK_STAGE_ATTEND_RESIDENT:
-            return attendResident(mView, a.layer, a.q, rows.begin, rows.end, a.stream);
+            return attendResident(mView, a.layer, a.q, rows.begin, rows.end, besideFetch(mView), a.stream);
         case TSK_STAGE_ATTEND_FETCHED:
-            return attendFetched(mView, a.layer, a.q, a.out, rows.begin, rows.end, a.stream);
+            return attendFetched(mView, a.layer, a.q, rows.begin, rows.end, a.stream);
+        case TSK_STAGE_MERGE:
+            return mergePartials(mView, a.out, rows.begin, rows.end, a.stream);
         }
         return cudaErrorInvalidValue;
     };

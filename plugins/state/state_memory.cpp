@@ -77,7 +77,6 @@ void placeKept(View& v, Bump& kept)
     kept.place(v.excluded, {v.layers, v.sealedPages, v.kvHeads, words});
     kept.place(v.cacheOrder, {v.layers, v.sealedRows, v.kvHeads, v.cacheSlots});
     kept.place(v.steps, {v.maxBatch});
-    kept.place(v.arrivals, {v.maxBatch, v.kvHeads});
 }
 
 void placeRope(View& v, Bump& kept, int64_t maxTokens)

@@ -306,8 +306,8 @@ ADDRESS = 1 << 20
                 **{"selection": 0, "out": ADDRESS, "stream": STREAM},
             },
             {
-                **{"stage": [-1, 8], "layer": [2], "begin": [-1, 2], "end": [0, 3], "batch": [0, 7]},
-                **{"q": [0, ADDRESS + 8], "out": [0], "stream": [0]},
+                **{"stage": [-1, 9], "layer": [2], "begin": [-1, 2], "end": [0, 3], "batch": [0, 7]},
+                **{"q": [0, ADDRESS + 8], "stream": [0]},
             },
         ),
     ],
@@ -331,7 +331,8 @@ def test_ops_refuse(state: CudaState, call: str, good: dict[str, int], bad: dict
         ("fetch", set()),
         ("rebuild", set()),
         ("attend_resident", {"q"}),
-        ("attend_fetched", {"q", "out"}),
+        ("attend_fetched", {"q"}),
+        ("merge", {"out"}),
     ],
 )
 def test_a_stage_looks_at_what_it_uses(library: Library, state: CudaState, name: str, needed: set[str]) -> None:
@@ -342,7 +343,7 @@ def test_a_stage_looks_at_what_it_uses(library: Library, state: CudaState, name:
         with pytest.raises(ConfigError, match=f"{missing} is null"):
             state.stage(name, 0, 0, 1, 1, stream=STREAM, **{**given, missing: None})
     with make(library, config={"attention": "dense"}) as dense:
-        message = "the state is dry" if name in ("append", "attend_resident", "attend_fetched") else "no row is sealed"
+        message = "the state is dry" if name in ("append", "attend_resident", "merge") else "no row is sealed"
         with pytest.raises(StateError, match=message):
             dense.stage(name, 0, 0, 1, 1, stream=STREAM, **given)
 

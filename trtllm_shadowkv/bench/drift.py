@@ -9,12 +9,12 @@ back. Heads and rows are independent and alike, so heads and steps differ less f
 Share of the selected chunks that an LRU of so many slots holds, 256 chunks selected for a group of 4 query heads:
 
     profile   chunks    256   512  1024  2048
-    text      15,584   .560  .752  .860  .939    real text, 1.6 % selected: .557 .745 .861 .935
-    text_61k   7,648   .560  .750  .861  .945    the same rates at 3.3 % selected
-    hit60     15,584   .602  .795  .896  .960    real text, 3.1 % selected: .617 .814 .916 .964
-    hit80     15,584   .800  .962  .991  .991
+    text      15,584   .562  .753  .860  .939    real text, 1.6 % selected: .557 .745 .861 .935
+    text_61k   7,648   .560  .750  .861  .946    the same rates at 3.3 % selected
+    hit60     15,584   .603  .796  .896  .960    real text, 3.1 % selected: .617 .814 .916 .964
+    hit80     15,584   .802  .963  .991  .991
 
-These are means of 6 seeds; a seed's 24 heads and 32 steps are within .006. The rates depend on the share that is
+These are means of 6 seeds; a seed's 24 heads and 32 steps are within .01 of them. The rates depend on the share that is
 selected (text at 256 of 7,648: .596 .793 .898 .964; at 125 of 7,648: as above) and on the group (1 query head: .618, 8:
 .536), hardly on the head size, nor on bf16 or e4m3 landmarks. They hold from step 40 on (8 times k: from step 64).
 Replaying from the first step again is a jump: about 20 steps of lower rates.
@@ -58,8 +58,8 @@ def queries(
 ) -> Tensor:
     """Post-RoPE queries of consecutive decode steps.
 
-    Undo the rotation (reference.rope.unrotate, at each step's position) before they enter a pass that applies RoPE. They
-    are drawn on the CPU, so that every device gets the same ones; those of a row depend on neither ``rows`` nor
+    Undo the rotation (reference.rope.unrotate, at each step's position) before they enter a pass that applies RoPE.
+    They are drawn on the CPU, so that every device gets the same ones; those of a row depend on neither ``rows`` nor
     ``steps``.
 
     Args:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -137,6 +138,8 @@ def stage_times(rows: SyntheticRows, copy: float, link: float) -> Rows:
     lb, vb = (1 if case.landmarks == "fp8" else 2), (1 if case.values == "fp8" else 2)
     pairs = b * KV_HEADS
     token = (2 + vb) * HEAD_SIZE
+    # Of 256 tokens each: the window and what is newer, outliers, hits, misses.
+    partials = 2 + -(-OUTLIERS * CHUNK // 256) + -(-hits * CHUNK // (256 * pairs)) + -(-misses * CHUNK // (256 * pairs))
     moved = {
         "append": b * (2 * HEADS + 4 * KV_HEADS) * HEAD_SIZE * 2,
         "score": pairs * n * (HEAD_SIZE * lb + 4 * (lb == 1)) + b * HEADS * n * 4,
@@ -144,6 +147,7 @@ def stage_times(rows: SyntheticRows, copy: float, link: float) -> Rows:
         "rebuild": misses * CHUNK * (RANK + HEAD_SIZE) * 2 + pairs * RANK * HEAD_SIZE * 2,
         "attend_resident": hits * CHUNK * token + pairs * (OUTLIERS * CHUNK + WINDOW) * 4 * HEAD_SIZE,
         "attend_fetched": misses * CHUNK * token,
+        "merge": pairs * partials * (HEADS // KV_HEADS) * (HEAD_SIZE + 2) * 4,
         "select": b * HEADS * n * 4,  # last: once repeated it leaves no misses
     }
     limits = dict.fromkeys(moved, copy) | {"fetch": link}
@@ -232,30 +236,31 @@ def overlap(rows: SyntheticRows) -> dict[str, float]:
 
 
 def timeline(rows: SyntheticRows) -> list[tuple[str, int, float, float]]:
-    """Kernels of one layer in a graph: name, stream, start and duration in microseconds, by torch's profiler."""
+    """Kernels of one layer in a graph: name, stream, start and duration in microseconds, by torch's profiler.
+
+    The queries take two new steps, so that chunks are missing as in any other step; the last layer is reported.
+    """
+    steps = (WARM_UP // 2, WARM_UP // 2 + 1)
+    with torch.cuda.stream(rows.stream):
+        for step, layer in itertools.product(range(steps[0]), range(rows.case.layers)):
+            rows.layer(step, layer)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=rows.stream):
-        for layer in range(2):
-            rows.layer(WARM_UP + MEASURED - 1 - layer, layer)
-    graph.replay()
-    torch.cuda.synchronize()
+        for step, layer in itertools.product(steps, range(rows.case.layers)):
+            rows.layer(step, layer)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
         torch.cuda.synchronize()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [e for e in profile.profiler.kineto_results.events() if "kernels::" in e.name()]
-    events.sort(key=lambda e: e.start_ns())
-    second = [i for i, e in enumerate(events) if "append" in e.name()][1]  # the first layer starts cold
-    first = events[second].start_ns()
+    kernel = re.compile(r"kernels::.*?(\w+)Kernel")
+    found = [(kernel.search(e.name()), e) for e in profile.profiler.kineto_results.events()]
+    events = sorted(((m[1], e) for m, e in found if m), key=lambda pair: pair[1].start_ns())
+    last = max(i for i, (name, _) in enumerate(events) if name == "append")
+    first = events[last][1].start_ns()
     return [
-        (
-            e.name().split("::")[-1].split("<")[0].split("(")[0],
-            e.device_resource_id(),
-            round((e.start_ns() - first) * 1e-3, 2),
-            round(e.duration_ns() * 1e-3, 2),
-        )
-        for e in events[second:]
+        (name, e.device_resource_id(), round((e.start_ns() - first) * 1e-3, 2), round(e.duration_ns() * 1e-3, 2))
+        for name, e in events[last:]
     ]
 
 
@@ -284,6 +289,8 @@ def main() -> None:
                 | {"baseline_microseconds": baselines[b, s], "speedup": baselines[b, s] / time}
             )
             for kind, (cache, factor, profile) in itertools.product(o.formats, CACHES):
+                if profile == "text" and s < 100_000:
+                    profile = "text_61k"  # the same rates among fewer chunks
                 for groups in o.groups:
                     with SyntheticRows(Case(b, s, kind, kind, factor, profile), pool, size, groups) as rows:
                         time, hit = measure_layer(rows)
@@ -295,10 +302,10 @@ def main() -> None:
                         found.append(row)
                         print(row, flush=True)
                         if profile == "hit60" and groups == o.groups[0]:
+                            side = {"batch": b, "context": s, "values": kind}
+                            found.append({"kernel": "overlap"} | side | overlap(rows))
+                            found.append({"kernel": "timeline"} | side | {"launches": timeline(rows)})
                             found += stage_times(rows, copy, link)
-                            found.append(
-                                {"kernel": "overlap", "batch": b, "context": s, "values": kind} | overlap(rows)
-                            )
             found.append({"kernel": "torch", "batch": b, "context": s} | torch_stages(b, s))
     data = report("python -m trtllm_shadowkv.bench.kernels", found)
     device = library.device_info(0)

@@ -14,7 +14,6 @@ inline constexpr int32_t kPAGE_UNITS = kLIVE_PAGE_TOKENS / kUNIT;
 // Live, outliers, hits and misses of a row and head, for chunks of 16 tokens.
 inline constexpr int32_t kMAX_PARTIALS
     = kMAX_LIVE_SPLITS + kMAX_OUTLIERS * 16 / kSPLIT_TOKENS + kMAX_TOP_K * 16 / kSPLIT_TOKENS + 1;
-inline constexpr int32_t kMERGE_COLUMNS = kATTEND_THREADS; // pairs of elements that are merged in one go
 inline constexpr float kLOG2_E = 1.44269504088896341F;
 inline constexpr float kLN_2 = 0.693147180559945309F;
 
@@ -54,19 +53,8 @@ struct AttendShared
         float2 stats[kATTEND_WARPS][NT * 8]; // m and l
     };
 
-    struct Merge
-    {
-        float weights[NT * 8][kMAX_PARTIALS];
-        float2 strands[kATTEND_WARPS][kMERGE_COLUMNS];
-    };
-
     uint4 query[NT][D / 32][32]; // as lanes take it
-    union
-    {
-        Warps warps;
-        Merge merge;
-    };
-    bool isLast;
+    Warps warps;
 };
 
 // First partial of a row and head: live ones, and those of outliers, hits and misses.
@@ -187,8 +175,7 @@ __device__ __forceinline__ Unit lookUpTiles(
 }
 
 // log2 of the scale of the unit's values.
-__device__ __forceinline__ float logScale(
-    View const& view, int32_t layer, Span const& span, Unit unit)
+__device__ __forceinline__ float logScale(View const& view, int32_t layer, Span const& span, Unit unit)
 {
     if (unit.chunk < 0)
     {
@@ -246,7 +233,7 @@ __device__ __forceinline__ void attendTiles(View const& view, int32_t layer, T c
     using Piece = ValuePiece<kSCALED>;
     // Keys of the next tile are under way while this one's values are used, and the other way round, but where registers
     // are too short: there keys and values take turns.
-    constexpr bool kAHEAD = NT == 1 || D < 128 || kSCALED;
+    constexpr bool kAHEAD = NT == 1 || D < 128;
     int32_t const lane = threadIdx.x % 32;
     int32_t const tiles = (span.tokens + kTILE_TOKENS - 1) / kTILE_TOKENS;
     int32_t tile = threadIdx.x / 32;

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kATTEND_THREADS, kATTEND_BLOCKS)
     residentKernel(__grid_constant__ View const view, int32_t layer, T const* q, int32_t begin, int32_t end)
 {
     __shared__ AttendShared<D, NT> shared;
-    __shared__ Span found[32]; // not in registers: those are short
+    __shared__ Span found[32];  // not in registers: those are short
     __shared__ uint32_t isWork; // which of them are not empty
     __shared__ bool isLast;
     int32_t const blocks = gridDim.x;
@@ -128,12 +128,16 @@ __global__ void __launch_bounds__(kATTEND_THREADS, kATTEND_BLOCKS)
 
 } // namespace
 
-cudaError_t attendResident(
-    View const& view, int32_t layer, void const* q, int32_t begin, int32_t end, cudaStream_t stream)
+cudaError_t attendResident(View const& view, int32_t layer, void const* q, int32_t begin, int32_t end,
+    int32_t multiprocessors, cudaStream_t stream)
 {
     if (begin >= end)
     {
         return cudaSuccess;
+    }
+    if (multiprocessors < 1)
+    {
+        return cudaErrorInvalidValue;
     }
     return dispatchAttend(view,
         [&](auto tag, auto size, auto tiles) -> cudaError_t
@@ -147,7 +151,7 @@ cudaError_t attendResident(
             {
                 return error;
             }
-            kernel<<<blocks * view.multiprocessors, kATTEND_THREADS, 0, stream>>>(
+            kernel<<<blocks * multiprocessors, kATTEND_THREADS, 0, stream>>>(
                 view, layer, static_cast<T const*>(q), begin, end);
             return cudaGetLastError();
         });

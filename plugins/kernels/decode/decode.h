@@ -21,8 +21,8 @@ cudaError_t stepPrologue(View const& view, int32_t const* slots, int32_t batch, 
 //   qkv        device [batch, (Hq + 2 H) D] T, Q then K then V, pre-RoPE
 //   positions  device [batch]: the row's length - 1, and 0 for a padding row; anything else sets kFAULT_POSITION
 //   q          device [batch, Hq D] T, post-RoPE; zeros for a padding row
-cudaError_t appendTokens(View const& view, int32_t layer, void const* qkv, int32_t const* positions, void* q, int32_t batch,
-    cudaStream_t stream);
+cudaError_t appendTokens(View const& view, int32_t layer, void const* qkv, int32_t const* positions, void* q,
+    int32_t batch, cudaStream_t stream);
 
 // For every row that seals a chunk in this step: A rows (projection of the un-rotated keys on the row's B), landmark,
 // values to the row's value region, scales, its outlier bit cleared, and what the projection lost (by Pythagoras, B's
@@ -31,7 +31,7 @@ cudaError_t sealChunks(View const& view, int32_t layer, int32_t batch, cudaStrea
 
 // logits and logitSums of batch rows [begin, end).
 //   q       as appendTokens wrote it
-//   blocks  blocks of 512 threads, one a multiprocessor: leave some multiprocessors to the fetch
+//   blocks  blocks of 512 threads, one a multiprocessor: leave some to the fetch and to the selection
 cudaError_t scoreLandmarks(
     View const& view, int32_t layer, void const* q, int32_t begin, int32_t end, int32_t blocks, cudaStream_t stream);
 
@@ -53,15 +53,20 @@ cudaError_t fetchValues(
     View const& view, int32_t layer, int32_t begin, int32_t end, int32_t blocks, cudaStream_t stream);
 
 // Keys of the missing chunks, A B with RoPE at their positions, into the chunk cache.
-cudaError_t rebuildKeys(View const& view, int32_t layer, int32_t begin, int32_t end, cudaStream_t stream);
+cudaError_t rebuildKeys(
+    View const& view, int32_t layer, int32_t begin, int32_t end, int32_t multiprocessors, cudaStream_t stream);
 
 // Partial attention over live tokens, outliers and hits: what needs no fetched value.
-cudaError_t attendResident(
+//   multiprocessors  that it may fill
+cudaError_t attendResident(View const& view, int32_t layer, void const* q, int32_t begin, int32_t end,
+    int32_t multiprocessors, cudaStream_t stream);
+
+// Partial attention over the missing chunks.
+cudaError_t attendFetched(
     View const& view, int32_t layer, void const* q, int32_t begin, int32_t end, cudaStream_t stream);
 
-// Partial attention over the missing chunks, then the merge of all of a row's partials by log-sum-exp.
+// Merge of all of a row's partials by log-sum-exp.
 //   out  device [batch, Hq D] T; zeros for a padding row
-cudaError_t attendFetched(
-    View const& view, int32_t layer, void const* q, void* out, int32_t begin, int32_t end, cudaStream_t stream);
+cudaError_t mergePartials(View const& view, void* out, int32_t begin, int32_t end, cudaStream_t stream);
 
 } // namespace trtllm_shadowkv::kernels

@@ -1,215 +1,414 @@
 #include "kernels/decode/decode.h"
-#include "kernels/decode/device.cuh"
 
+#include "kernels/decode/scan.cuh"
+
+#include <algorithm>
+
+// Keys of a head's tokens are A B, [tokens, r] times [r, D]. B is kept in registers while a block stays with a head: a
+// warp has 16 dimensions and their RoPE partners, D / 2 further, for all of r. Rows of A come through shared memory, a
+// tile of 32 tokens at a time and kSTAGES tiles in turn. All warps of a block read every row.
+//
+// The missing chunks of all rows and heads are one list; every block takes an equal stretch of it.
 namespace trtllm_shadowkv::kernels
 {
 namespace
 {
 
-constexpr int32_t kTHREADS = 128;
 constexpr int32_t kWARP = 32;
-constexpr int32_t kWARPS = kTHREADS / kWARP;
-constexpr int32_t kWARP_UNITS = 4; // so that every element of B that is read is used for 32 tokens
-constexpr int32_t kBLOCK_UNITS = 32;
+constexpr int32_t kTILE_TOKENS = 32;
+constexpr int32_t kTILE_UNITS = kTILE_TOKENS / kUNIT;
+constexpr uint32_t kSTAGES = 3;  // 2 where shared memory does not allow it
+constexpr int32_t kPIECE = 16;   // bytes of a copy
+constexpr int32_t kK_BLOCK = 32; // columns of A for which a lane reads a piece of a row: 8 of them, two steps of mma
+constexpr int32_t kSLAB = 5;     // such blocks of B in registers. Of a rank over 160, B is read again for each tile
+constexpr int32_t kSM_THREADS = 384; // of a multiprocessor: 168 registers a thread
+constexpr int32_t kDIMENSIONS = 16;  // of a warp, and as many partners
+constexpr uint32_t kONE = 1U << 20;  // 1 in fixed point
+constexpr uint32_t kWINDOW = 256;    // chunks whose addresses are looked up at once
+constexpr uint32_t kPAIRS = 1024;    // pairs of batch row and KV head in one list; more follow in further rounds
 
-// A tensor-core tile is 16 dimensions (rows of B's transpose) by the 8 tokens of a unit. A warp takes kTILES tiles of
-// dimensions below D / 2 and their RoPE partners D / 2 further. Rows g and g + 8 of a tile are two neighbouring
-// dimensions, and of two tiles four, so that a lane's results are the words that it stores:
-//   row g + 8 e of tile m is dimension kPART part + kLANE g + kSTEP m + e
-template <int32_t D>
-struct Shape
+struct alignas(16) Chunk
 {
-    static constexpr int32_t kPARTS = D == 128 ? 2 : 1; // warps that share the dimensions of the same tokens
-    static constexpr int32_t kTILES = D / 32 / kPARTS;
-    static constexpr int32_t kPART = D / 2 / kPARTS;
-    static constexpr int32_t kLANE = D == 96 ? 2 : 4;
-    static constexpr int32_t kSTEP = D == 96 ? 16 : 2;
-    static constexpr int32_t kPASS_UNITS = kWARPS / kPARTS * kWARP_UNITS; // of a thread block
+    uint32_t page; // of A, counted over all layers
+    uint32_t id;
+    uint32_t key;  // place in cacheKeys, in chunks
+    uint32_t head; // sealedHead()
 };
 
-// [dimension, or its partner][tile][unit], as mma leaves it: rows g, g, g + 8, g + 8 and tokens 2t, 2t+1, 2t, 2t+1.
-template <int32_t D>
-using Sums = float[2][Shape<D>::kTILES][kWARP_UNITS][4];
-
-// A unit of 8 tokens that is missing in the chunk cache.
-struct Unit
+struct Work
 {
-    int32_t chunk;
-    int32_t slot;  // of the chunk cache
-    int32_t token; // of the chunk
+    uint32_t begins[kPAIRS + 1]; // misses of the pairs before; an empty pair begins where the next one does
+    Chunk chunks[kWINDOW];
+    uint8_t runs[kWINDOW]; // chunks from here on that make a tile: of the same head, in the window
+    uint32_t warpSums[4];
 };
 
-__device__ __forceinline__ Unit unitOf(View const& v, Entry const* entries, int32_t unit)
+// What follows from the rank.
+struct Layout
 {
-    int32_t const shift = v.chunkShift - 3;
-    Entry const entry = entries[unit >> shift];
-    return {entry.chunk, entry.slot, (unit & ((1 << shift) - 1)) * kUNIT};
+    int32_t rank;
+    int32_t blocks;      // of kK_BLOCK columns, the last one perhaps half a block
+    int32_t pitch;       // bytes from row to row: 64 more than a multiple of 128, so that reads have no bank conflicts
+    int32_t stageBytes;  // rows of A, then turns of RoPE
+    uint32_t reciprocal; // of a row's pieces, in fixed point rounded up: exact for the pieces of a unit
+
+    Layout(int32_t r, int32_t headSize)
+        : rank{r}, blocks{(r + kK_BLOCK - 1) / kK_BLOCK}, pitch{(blocks | 1) * kK_BLOCK * 2},
+          stageBytes{kTILE_TOKENS * pitch + kTILE_UNITS * headSize / 2 * 8}, reciprocal{(kONE + r / 8 - 1) / (r / 8)}
+    {
+    }
+};
+
+__device__ __forceinline__ void copyPiece(uint32_t to, void const* from)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// kSTEPS (1 or 2) steps along r, from the lane's own k on: it reads 8 kSTEPS bytes of every row. `a`: token g of every
-// unit. `b`: the lane's dimensions.
-template <typename T, int32_t D, int32_t kSTEPS>
-__device__ __forceinline__ void multiply(
-    T const* const (&a)[kWARP_UNITS], T const* const (&b)[2][Shape<D>::kTILES][2], int32_t k, Sums<D>& sums)
+__device__ __forceinline__ void commitCopies()
 {
-    using S = Shape<D>;
-    using Piece = std::conditional_t<kSTEPS == 2, uint4, uint2>;
-    Piece tokens[kWARP_UNITS];
-#pragma unroll
-    for (int32_t i = 0; i < kWARP_UNITS; ++i)
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// For all but the newest kPENDING groups.
+template <uint32_t kPENDING>
+__device__ __forceinline__ void waitForCopies()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPENDING) : "memory");
+}
+
+// Fills work.begins with `count` pairs from `first` on (index b * H + h) and returns how many misses they have.
+template <uint32_t kTHREADS>
+__device__ __forceinline__ uint32_t listMisses(View const& v, uint32_t first, uint32_t count, Work& work)
+{
+    for (uint32_t i = threadIdx.x; i < count; i += kTHREADS)
     {
-        tokens[i] = *reinterpret_cast<Piece const*>(a[i] + k);
+        uint32_t const pair = first + i;
+        int32_t const misses = v.missCounts[pair];
+        bool const isSealed = v.steps[pair / static_cast<uint32_t>(v.kvHeads)].row.sealedRow >= 0;
+        work.begins[i] = isSealed ? static_cast<uint32_t>(misses) : 0; // else a dense row or padding
     }
+    __syncthreads();
+    uint32_t const each = (count + kTHREADS - 1) / kTHREADS;
+    uint32_t const begin = min(threadIdx.x * each, count);
+    uint32_t const end = min(begin + each, count);
+    uint32_t sum = 0;
+    for (uint32_t i = begin; i < end; ++i)
+    {
+        sum += work.begins[i];
+    }
+    uint32_t total;
+    uint32_t before = blockExclusiveSum(sum, work.warpSums, total);
+    for (uint32_t i = begin; i < end; ++i)
+    {
+        uint32_t const misses = work.begins[i];
+        work.begins[i] = before;
+        before += misses;
+    }
+    if (threadIdx.x == 0)
+    {
+        work.begins[count] = total;
+    }
+    __syncthreads();
+    return total;
+}
+
+// The pair of a miss, which is below the total: the last one that begins at or before it.
+__device__ __forceinline__ uint32_t pairOf(Work const& work, uint32_t count, uint32_t miss)
+{
+    uint32_t pair = 0;
+#pragma unroll
+    for (uint32_t step = kPAIRS / 2; step > 0; step /= 2)
+    {
+        uint32_t const next = pair + step;
+        pair = next < count && work.begins[next] <= miss ? next : pair;
+    }
+    return pair;
+}
+
+// Looks up misses [first, first + count) of `pairs` pairs from `firstPair` on.
+template <uint32_t kTHREADS>
+__device__ __forceinline__ void lookUp(
+    View const& v, int32_t layer, uint32_t firstPair, uint32_t pairs, uint32_t first, uint32_t count, Work& work)
+{
+    uint32_t const kvHeads = static_cast<uint32_t>(v.kvHeads);
+    for (uint32_t i = threadIdx.x; i < count; i += kTHREADS)
+    {
+        uint32_t const miss = first + i;
+        uint32_t const place = pairOf(work, pairs, miss);
+        uint32_t const pair = firstPair + place;
+        StepRow const& step = v.steps[pair / kvHeads];
+        uint32_t const head
+            = static_cast<uint32_t>(sealedHead(v, layer, step.row.sealedRow, static_cast<int32_t>(pair % kvHeads)));
+        Entry const entry = v.entries[size_t{pair} * v.topK + v.hitCounts[pair] + (miss - work.begins[place])];
+        work.chunks[i] = {static_cast<uint32_t>(layer * v.sealedPages + sealedPage(v, step.slot, entry.chunk)),
+            static_cast<uint32_t>(entry.chunk), head * v.cacheSlots + entry.slot, head};
+        uint32_t const run = min(work.begins[place + 1], first + count) - miss;
+        work.runs[i] = static_cast<uint8_t>(min(run, static_cast<uint32_t>(kTILE_TOKENS) >> v.chunkShift));
+    }
+    __syncthreads();
+}
+
+// Starts copying a tile, a unit a warp at a time, and returns how many chunks it has. `to`: address of the stage.
+template <typename T, int32_t D>
+__device__ __forceinline__ uint32_t copyTile(
+    View const& v, Layout const& layout, Work const& work, uint32_t at, uint32_t to)
+{
+    uint32_t const lane = threadIdx.x % kWARP;
+    uint32_t const shift = static_cast<uint32_t>(v.chunkShift) - 3;
+    uint32_t const run = work.runs[at];
+    uint32_t const rowPieces = static_cast<uint32_t>(layout.rank) / 8;
+    uint32_t const padding = static_cast<uint32_t>(layout.pitch) / kPIECE - rowPieces;
+    for (uint32_t unit = threadIdx.x / kWARP; unit < run << shift; unit += D / kWARP)
+    {
+        Chunk const chunk = work.chunks[at + (unit >> shift)];
+        uint32_t const token = (chunk.id << v.chunkShift) + (unit & ((1U << shift) - 1)) * kUNIT;
+        char const* const rows = reinterpret_cast<char const*>(
+            static_cast<T const*>(v.factorA)
+            + (size_t{chunk.page} * kSEALED_PAGE_TOKENS + token % kSEALED_PAGE_TOKENS) * layout.rank);
+        uint32_t const unitTo = to + unit * kUNIT * layout.pitch;
+#pragma unroll 5
+        for (uint32_t piece = lane; piece < rowPieces * kUNIT; piece += kWARP)
+        {
+            uint32_t const row = piece * layout.reciprocal / kONE;
+            copyPiece(unitTo + (piece + row * padding) * kPIECE, rows + piece * kPIECE);
+        }
+        if (lane < D / 4)
+        {
+            float const* const turn = v.ropeTurns + size_t{token / kUNIT} * D;
+            copyPiece(to + kTILE_TOKENS * layout.pitch + (unit * (D / 4) + lane) * kPIECE, turn + lane * 4);
+        }
+    }
+    return run;
+}
+
+// The lane's part of B as mma takes it, [half][block of k][step of 16]: a tile of the warp's dimensions and one of their
+// partners. Rows g and g + 8 of a tile are dimensions 2g and 2g + 1, so that a lane's results are words.
+using Columns = uint32_t[2][kSLAB][2][4];
+
+// [half][unit], as mma leaves it: dimensions 2g, 2g, 2g + 1, 2g + 1 and tokens 2t, 2t + 1, 2t, 2t + 1.
+using Sums = float[2][kTILE_UNITS][4];
+
+// `rows`: those of the head and the lane's dimensions.
+template <typename T, int32_t D>
+__device__ __forceinline__ void loadColumns(T const* rows, Layout const& layout, int32_t firstBlock, Columns& columns)
+{
+    int32_t const t = static_cast<int32_t>(threadIdx.x) % 4;
 #pragma unroll
     for (int32_t half = 0; half < 2; ++half)
     {
 #pragma unroll
-        for (int32_t m = 0; m < S::kTILES; ++m)
+        for (int32_t block = 0; block < kSLAB; ++block)
         {
-            Piece const low = __ldg(reinterpret_cast<Piece const*>(b[half][m][0] + k));
-            Piece const high = __ldg(reinterpret_cast<Piece const*>(b[half][m][1] + k));
+            int32_t const k = (firstBlock + block) * kK_BLOCK + t * 8;
+            // Past the rank: zeros, by a mask. Without an operation on them ptxas leaves the words as they were loaded,
+            // and puts those of two rows together again before every mma.
+            uint32_t const mask = k < layout.rank ? ~0U : 0U;
+            T const* const from = rows + half * (D / 2) * layout.rank + min(k, layout.rank - 8);
+            uint4 const x0 = __ldg(reinterpret_cast<uint4 const*>(from));
+            uint4 const x1 = __ldg(reinterpret_cast<uint4 const*>(from + layout.rank));
+            uint32_t (&to)[2][4] = columns[half][block];
+            to[0][0] = x0.x & mask;
+            to[0][1] = x1.x & mask;
+            to[0][2] = x0.y & mask;
+            to[0][3] = x1.y & mask;
+            to[1][0] = x0.z & mask;
+            to[1][1] = x1.z & mask;
+            to[1][2] = x0.w & mask;
+            to[1][3] = x1.w & mask;
+        }
+    }
+}
+
+// `rows`: the lane's piece of token g of the tile's first unit. Not kWHOLE: only the first `blocks`.
+template <typename T, bool kWHOLE>
+__device__ __forceinline__ void multiply(
+    char const* rows, int32_t pitch, int32_t blocks, Columns const& columns, Sums& sums)
+{
 #pragma unroll
-            for (int32_t i = 0; i < kWARP_UNITS; ++i)
+    for (int32_t block = 0; block < kSLAB; ++block)
+    {
+        if (kWHOLE || block < blocks)
+        {
+            uint4 tokens[kTILE_UNITS];
+#pragma unroll
+            for (int32_t unit = 0; unit < kTILE_UNITS; ++unit)
             {
-                mma<T>(sums[half][m][i], low.x, high.x, low.y, high.y, tokens[i].x, tokens[i].y);
+                tokens[unit] = *reinterpret_cast<uint4 const*>(rows + unit * kUNIT * pitch + block * kK_BLOCK * 2);
             }
-            if constexpr (kSTEPS == 2)
-            {
 #pragma unroll
-                for (int32_t i = 0; i < kWARP_UNITS; ++i)
-                {
-                    mma<T>(sums[half][m][i], low.z, high.z, low.w, high.w, tokens[i].z, tokens[i].w);
-                }
+            for (int32_t i = 0; i < 2 * kTILE_UNITS; ++i)
+            {
+                int32_t const half = i % 2;
+                uint32_t const(&x)[4] = columns[half][block][0];
+                mma<T>(sums[half][i / 2], x[0], x[1], x[2], x[3], tokens[i / 2].x, tokens[i / 2].y);
+            }
+#pragma unroll
+            for (int32_t i = 0; i < 2 * kTILE_UNITS; ++i)
+            {
+                int32_t const half = i % 2;
+                uint32_t const(&x)[4] = columns[half][block][1];
+                mma<T>(sums[half][i / 2], x[0], x[1], x[2], x[3], tokens[i / 2].z, tokens[i / 2].w);
             }
         }
     }
 }
 
-// Rotates and stores what the lane has of unit i: two tokens. `to`: the first of them, `position` its position, `d` the
-// lane's first dimension.
+// Rotates and stores what the lane has of a unit: two tokens, `to` the first one's. (cos, sin) of the lane's two
+// frequencies: `turn` of the unit and `steps` of the tokens.
 template <typename T, int32_t D>
 __device__ __forceinline__ void storeUnit(
-    View const& v, Sums<D> const& sums, int32_t i, int32_t d, int32_t position, T* to)
+    float const (&x)[4], float const (&y)[4], float4 turn, float4 const (&steps)[2], T* to)
 {
-    using S = Shape<D>;
 #pragma unroll
     for (int32_t token = 0; token < 2; ++token)
     {
-        uint32_t words[2][S::kTILES];
-#pragma unroll
-        for (int32_t m = 0; m < S::kTILES; ++m)
-        {
-            float const x0 = sums[0][m][i][token];
-            float const x1 = sums[0][m][i][token + 2];
-            float const y0 = sums[1][m][i][token];
-            float const y1 = sums[1][m][i][token + 2];
-            float4 const rope = ropePair(v, position + token, d + m * S::kSTEP); // cos, sin, cos, sin
-            words[0][m] = pack<T>(x0 * rope.x - y0 * rope.y, x1 * rope.z - y1 * rope.w);
-            words[1][m] = pack<T>(y0 * rope.x + x0 * rope.y, y1 * rope.z + x1 * rope.w);
-        }
-#pragma unroll
-        for (int32_t half = 0; half < 2; ++half)
-        {
-            T* const at = to + token * D + half * (D / 2) + d;
-            if constexpr (S::kLANE == 4)
-            {
-                *reinterpret_cast<uint2*>(at) = make_uint2(words[half][0], words[half][1]);
-            }
-            else
-            {
-#pragma unroll
-                for (int32_t m = 0; m < S::kTILES; ++m)
-                {
-                    *reinterpret_cast<uint32_t*>(at + m * S::kSTEP) = words[half][m];
-                }
-            }
-        }
+        float4 const step = steps[token];
+        float const cos0 = turn.x * step.x - turn.y * step.y;
+        float const sin0 = turn.x * step.y + turn.y * step.x;
+        float const cos1 = turn.z * step.z - turn.w * step.w;
+        float const sin1 = turn.z * step.w + turn.w * step.z;
+        float const x0 = x[token];
+        float const x1 = x[token + 2];
+        float const y0 = y[token];
+        float const y1 = y[token + 2];
+        T* const at = to + token * D;
+        *reinterpret_cast<uint32_t*>(at) = pack<T>(x0 * cos0 - y0 * sin0, x1 * cos1 - y1 * sin1);
+        *reinterpret_cast<uint32_t*>(at + D / 2) = pack<T>(y0 * cos0 + x0 * sin0, y1 * cos1 + x1 * sin1);
     }
 }
 
-// grid: blocks of units, KV heads, batch rows.
-template <typename T, int32_t D>
-__global__ void __launch_bounds__(kTHREADS, D == 96 ? 2 : 3)
-    rebuildKernel(__grid_constant__ View const v, int32_t layer, int32_t begin, int32_t blockUnits)
+// Which of the blocks [0, used) takes which stretch: blocks that share a multiprocessor, as far as one can tell, take
+// neighbouring ones, and often find B in its L1.
+__device__ __forceinline__ uint32_t stretchOf(uint32_t block, uint32_t used, uint32_t multiprocessors)
 {
-    using S = Shape<D>;
-    int32_t const row = begin + static_cast<int32_t>(blockIdx.z);
-    int32_t const head = static_cast<int32_t>(blockIdx.y);
-    int32_t const slot = v.steps[row].slot;
-    int32_t const sealedRow = v.steps[row].row.sealedRow;
-    if (sealedRow < 0)
-    {
-        return;
-    }
-    int32_t const rank = v.rank;
+    uint32_t const place = block % multiprocessors;
+    return place * (used / multiprocessors) + min(place, used % multiprocessors) + block / multiprocessors;
+}
+
+template <typename T, int32_t D>
+__global__ void __launch_bounds__(D, kSM_THREADS / D)
+    rebuildKernel(__grid_constant__ View const v, __grid_constant__ Layout const layout, int32_t layer,
+        uint32_t firstPair, uint32_t pairCount, uint32_t multiprocessors, uint32_t stages)
+{
+    extern __shared__ uint4 ring[];
+    __shared__ Work work;
     int32_t const lane = static_cast<int32_t>(threadIdx.x) % kWARP;
     int32_t const g = lane / 4;
     int32_t const t = lane % 4;
-    int32_t const warp = static_cast<int32_t>(threadIdx.x) / kWARP;
-    int32_t const d = warp % S::kPARTS * S::kPART + g * S::kLANE;
-    size_t const pair = size_t{static_cast<uint32_t>(row)} * v.kvHeads + head;
-    Entry const* const entries = v.entries + pair * v.topK + v.hitCounts[pair];
-    int32_t const units = v.missCounts[pair] << (v.chunkShift - 3);
-    size_t const sealed = sealedHead(v, layer, sealedRow, head);
-    T const* const factorB = static_cast<T const*>(v.factorB) + (sealed * D + d) * rank;
-    T const* b[2][S::kTILES][2];
-#pragma unroll
-    for (int32_t i = 0; i < 4 * S::kTILES; ++i)
+    int32_t const d = static_cast<int32_t>(threadIdx.x) / kWARP * kDIMENSIONS + 2 * g; // and d + 1: the lane's own
+    uint32_t const ringAddress = static_cast<uint32_t>(__cvta_generic_to_shared(ring));
+    bool const isOneSlab = layout.blocks <= kSLAB;
+    if (layout.rank % kK_BLOCK != 0)
     {
-        b[i % 2][i / 4][i / 2 % 2] = factorB + (i % 2 * (D / 2) + i / 4 * S::kSTEP + i / 2 % 2) * rank;
-    }
-    // All blocks take turns, and the warps of a block take neighbouring units: B's part of the head stays in L1.
-    for (int32_t first = static_cast<int32_t>(blockIdx.x) * blockUnits; first < units;
-        first += static_cast<int32_t>(gridDim.x) * blockUnits)
-    {
-        int32_t const last = min(first + blockUnits, units);
-        for (int32_t unit = first + warp / S::kPARTS * kWARP_UNITS; unit < last; unit += S::kPASS_UNITS)
+        // Half of the last block of every row is never copied, and is multiplied by zeros.
+        for (uint32_t i = threadIdx.x; i < stages * layout.stageBytes / kPIECE; i += D)
         {
-            T const* a[kWARP_UNITS];
-#pragma unroll
-            for (int32_t i = 0; i < kWARP_UNITS; ++i)
+            ring[i] = make_uint4(0, 0, 0, 0);
+        }
+    }
+    Columns columns;
+    uint32_t head = ~0U; // of `columns`
+    auto const loadHead = [&](uint32_t newHead, int32_t firstBlock)
+    {
+        head = newHead;
+        T const* const factorB = static_cast<T const*>(v.factorB);
+        loadColumns<T, D>(factorB + (size_t{head} * D + d) * layout.rank, layout, firstBlock, columns);
+    };
+    uint32_t const tileChunks = static_cast<uint32_t>(kTILE_TOKENS) >> v.chunkShift;
+    for (uint32_t base = 0; base < pairCount; base += kPAIRS)
+    {
+        __syncthreads(); // all are done with the round before
+        uint32_t const total = listMisses<D>(v, firstPair + base, min(pairCount - base, kPAIRS), work);
+        // One block a multiprocessor until all have two tiles: B is a greater load than a tile.
+        uint32_t const used = min(
+            min(gridDim.x, (total + tileChunks - 1) / tileChunks), max(multiprocessors, total / (2 * tileChunks)));
+        if (blockIdx.x >= used)
+        {
+            continue;
+        }
+        uint32_t const stretch = stretchOf(blockIdx.x, used, multiprocessors);
+        uint32_t first = stretch * (total / used) + min(stretch, total % used);
+        uint32_t left = total / used + (stretch < total % used ? 1 : 0);
+        for (; left > 0; first += kWINDOW)
+        {
+            __syncthreads(); // all are done with the window before
+            uint32_t const count = min(left, kWINDOW);
+            left -= count;
+            lookUp<D>(v, layer, firstPair + base, min(pairCount - base, kPAIRS), first, count, work);
+            uint32_t ahead = 0; // next chunk to copy
+            uint32_t stage = 0;
+            for (uint32_t i = 0; i + 1 < stages; ++i)
             {
-                // Past the end: the last unit again, which is not stored.
-                Unit const x = unitOf(v, entries, min(unit + i, units - 1));
-                size_t const page = size_t{static_cast<uint32_t>(layer)} * v.sealedPages + sealedPage(v, slot, x.chunk);
-                int32_t const token = (x.chunk << v.chunkShift) % kSEALED_PAGE_TOKENS + x.token + g;
-                a[i] = static_cast<T const*>(v.factorA) + (page * kSEALED_PAGE_TOKENS + token) * rank;
-            }
-            // All of the rows' way from memory at once: the loop over r would wait for it at every step.
-#pragma unroll
-            for (int32_t k = 0; k < kMAX_RANK; k += 256)
-            {
-                if (k + t * 64 < rank)
+                if (ahead < count)
                 {
-#pragma unroll
-                    for (int32_t i = 0; i < kWARP_UNITS; ++i)
+                    ahead += copyTile<T, D>(v, layout, work, ahead, ringAddress + i * layout.stageBytes);
+                }
+                commitCopies();
+            }
+            for (uint32_t at = 0; at < count;)
+            {
+                if (isOneSlab && work.chunks[at].head != head)
+                {
+                    loadHead(work.chunks[at].head, 0);
+                }
+                if (stages == kSTAGES)
+                {
+                    waitForCopies<kSTAGES - 2>();
+                }
+                else
+                {
+                    waitForCopies<0>();
+                }
+                __syncthreads(); // the tile is here, and all are done with the one before
+                if (ahead < count)
+                {
+                    uint32_t const free = (stage == 0 ? stages : stage) - 1;
+                    ahead += copyTile<T, D>(v, layout, work, ahead, ringAddress + free * layout.stageBytes);
+                }
+                commitCopies();
+                char const* const tile = reinterpret_cast<char const*>(ring) + stage * layout.stageBytes;
+                char const* const rows = tile + g * layout.pitch + t * kPIECE;
+                stage = stage + 1 == stages ? 0 : stage + 1;
+                Sums sums = {};
+                if (layout.blocks == kSLAB)
+                {
+                    multiply<T, true>(rows, layout.pitch, kSLAB, columns, sums);
+                }
+                else
+                {
+#pragma unroll 1
+                    for (int32_t block = 0; block < layout.blocks; block += kSLAB)
                     {
-                        asm volatile("prefetch.global.L2 [%0];" ::"l"(a[i] + k + t * 64));
+                        if (!isOneSlab)
+                        {
+                            loadHead(work.chunks[at].head, block);
+                        }
+                        multiply<T, false>(
+                            rows + block * kK_BLOCK * 2, layout.pitch, layout.blocks - block, columns, sums);
                     }
                 }
-            }
-            Sums<D> sums = {};
-            int32_t k = 0;
-#pragma unroll 1
-            for (; k + 32 <= rank; k += 32)
-            {
-                multiply<T, D, 2>(a, b, k + t * 8, sums);
-            }
-            if (k < rank)
-            {
-                multiply<T, D, 1>(a, b, k + t * 4, sums);
-            }
+                // Read anew for each tile: in registers during the product they would be too many.
+                float4 steps[2]; // of tokens 2t, 2t + 1 of any unit
 #pragma unroll
-            for (int32_t i = 0; i < kWARP_UNITS; ++i)
-            {
-                if (unit + i < units)
+                for (int32_t j = 0; j < 2; ++j)
                 {
-                    Unit const x = unitOf(v, entries, unit + i);
-                    int32_t const token = x.token + 2 * t;
-                    size_t const key = ((sealed * v.cacheSlots + x.slot) << v.chunkShift) + token;
-                    storeUnit<T, D>(
-                        v, sums, i, d, (x.chunk << v.chunkShift) + token, static_cast<T*>(v.cacheKeys) + key * D);
+                    steps[j] = *reinterpret_cast<float4 const*>(v.ropeSteps + ((2 * t + j) * (D / 2) + d) * 2);
                 }
+                uint32_t const run = work.runs[at];
+                float4 const* const turns = reinterpret_cast<float4 const*>(tile + kTILE_TOKENS * layout.pitch) + d / 2;
+                uint32_t const shift = static_cast<uint32_t>(v.chunkShift) - 3;
+#pragma unroll
+                for (uint32_t unit = 0; unit < kTILE_UNITS; ++unit)
+                {
+                    if (unit < run << shift)
+                    {
+                        size_t const key = size_t{work.chunks[at + (unit >> shift)].key} << v.chunkShift;
+                        uint32_t const token = (unit & ((1U << shift) - 1)) * kUNIT + 2 * t;
+                        storeUnit<T, D>(sums[0][unit], sums[1][unit], turns[unit * (D / 4)], steps,
+                            static_cast<T*>(v.cacheKeys) + (key + token) * D + d);
+                    }
+                }
+                at += run;
             }
         }
     }
@@ -217,24 +416,51 @@ __global__ void __launch_bounds__(kTHREADS, D == 96 ? 2 : 3)
 
 } // namespace
 
-cudaError_t rebuildKeys(View const& view, int32_t layer, int32_t begin, int32_t end, cudaStream_t stream)
+cudaError_t rebuildKeys(
+    View const& view, int32_t layer, int32_t begin, int32_t end, int32_t multiprocessors, cudaStream_t stream)
 {
-    if (begin >= end)
+    if (begin < 0 || end < begin || end > view.maxBatch || layer < 0 || layer >= view.layers || multiprocessors < 1)
+    {
+        return cudaErrorInvalidValue;
+    }
+    if (begin == end)
     {
         return cudaSuccess;
+    }
+    int32_t device = 0;
+    int32_t limit = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    error = error != cudaSuccess ? error
+                                 : cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error != cudaSuccess)
+    {
+        return error;
     }
     return dispatchShape(view,
         [&](auto tag, auto headSize)
         {
             using T = decltype(tag);
             constexpr int32_t kD = decltype(headSize)::value;
-            // With few pairs of row and head spread them wide. With many, half of the blocks that all chunks missing
-            // would need: mostly fewer than half are missing, and a block that finds nothing to do is not free.
-            bool const isWide = (end - begin) * view.kvHeads < view.multiprocessors;
-            int32_t const blockUnits = isWide ? Shape<kD>::kPASS_UNITS : kBLOCK_UNITS;
-            int32_t const blocks = (view.topK * view.chunkSize / kUNIT + blockUnits - 1) / blockUnits;
-            dim3 const grid(isWide ? blocks : (blocks + 1) / 2, view.kvHeads, end - begin);
-            rebuildKernel<T, kD><<<grid, kTHREADS, 0, stream>>>(view, layer, begin, blockUnits);
+            auto const kernel = rebuildKernel<T, kD>;
+            Layout const layout(view.rank, kD);
+            int32_t const ringLimit = limit - static_cast<int32_t>(sizeof(Work));
+            uint32_t const stages = layout.stageBytes * static_cast<int32_t>(kSTAGES) <= ringLimit ? kSTAGES : 2;
+            int32_t const bytes = layout.stageBytes * static_cast<int32_t>(stages);
+            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+            int32_t resident = 0;
+            if (error == cudaSuccess)
+            {
+                error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kD, bytes);
+            }
+            if (error != cudaSuccess)
+            {
+                return error;
+            }
+            uint32_t const pairs = static_cast<uint32_t>((end - begin) * view.kvHeads);
+            uint64_t const tiles = (uint64_t{pairs} * view.topK * view.chunkSize + kTILE_TOKENS - 1) / kTILE_TOKENS;
+            uint64_t const blocks = std::min(tiles, uint64_t{1} * std::max(resident, 1) * multiprocessors);
+            kernel<<<static_cast<uint32_t>(blocks), kD, bytes, stream>>>(view, layout, layer,
+                static_cast<uint32_t>(begin * view.kvHeads), pairs, static_cast<uint32_t>(multiprocessors), stages);
             return cudaGetLastError();
         });
 }

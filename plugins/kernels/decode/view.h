@@ -172,7 +172,6 @@ struct View
     Entry* entries;      // [maxBatch, H, topK]: the hits in chunk order, then the misses in chunk order
     float* partials;     // [partial, G, D + 2]: of one query head the unnormalised output O[D], maximum m of its scores,
                          // l = sum of exp(score - m); O = sum of exp(score - m) * value. Nothing attended: zeros, m = -inf
-    uint32_t* arrivals;  // [maxBatch, H], zero between launches
 };
 
 // Values of a chunk of one KV head: C / 8 units, each [D][8 tokens], in valueFormat. The same bytes on the host, in the

@@ -23,8 +23,10 @@ def test_rows_of_every_length_in_one_batch(generator: torch.Generator) -> None:
         for slot, length in enumerate(lengths):
             rig.fill(slot, length, length + 9, generator)
         slots = list(range(len(lengths)))
-        for _ in range(9):
-            check_step(rig, slots, *rig.step(slots, qkv_for(rig, len(slots), generator)))
+        for step in range(9):
+            results = rig.step(slots, qkv_for(rig, len(slots), generator))
+            if step in (0, 8):
+                check_step(rig, slots, *results)
 
 
 @pytest.mark.parametrize("shape", [WHOLE, replace(WHOLE, top_k=300, chunk=16)], ids=["8", "16"])
@@ -60,8 +62,10 @@ def test_magnitudes(scale: float, values: str, generator: torch.Generator) -> No
     shape = replace(SHAPE, values=values, landmarks=values)
     with Rig(shape, rows=1, tokens=4_096) as rig:
         rig.fill(0, 4_000, 4_040, generator, key_scale=min(scale, 30.0), value_scale=scale)
-        for _ in range(20):
-            check_step(rig, [0], *rig.step([0], qkv_for(rig, 1, generator)))
+        for step in range(20):
+            results = rig.step([0], qkv_for(rig, 1, generator))
+            if step in (0, 1, 19):
+                check_step(rig, [0], *results)
 
 
 def test_values_of_very_different_scales_in_one_head(generator: torch.Generator) -> None:
@@ -129,8 +133,10 @@ def test_a_smaller_budget_and_fewer_chunks_than_it(generator: torch.Generator) -
         rig.fill(0, 4_000, 4_030, generator, top_k=1)
         rig.fill(1, 513, 1_000, generator)
         rig.fill(2, 4_000, 4_030, generator, top_k=17)
-        for _ in range(20):
-            check_step(rig, [0, 1, 2], *rig.step([0, 1, 2], qkv_for(rig, 3, generator)))
+        for step in range(20):
+            results = rig.step([0, 1, 2], qkv_for(rig, 3, generator))
+            if step in (0, 1, 9, 19):
+                check_step(rig, [0, 1, 2], *results)
 
 
 @pytest.mark.parametrize("values", ["element", "e4m3"])
