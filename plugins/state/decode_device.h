@@ -57,7 +57,8 @@ struct DecodeState::Device
     OrderEvent entered; // the caller's stream has come to what sealing needs
     std::array<OrderEvent, kernels::kMAX_ROW_GROUPS> scored;
     std::array<OrderEvent, kernels::kMAX_ROW_GROUPS> selected;
-    std::array<OrderEvent, kernels::kMAX_ROW_GROUPS> fetched; // and whatever the fetch stream did before
+    OrderEvent fetchedMost; // all values but those of the tail
+    OrderEvent fetchedAll;  // and whatever the fetch stream did before
 };
 
 } // namespace trtllm_shadowkv

@@ -308,8 +308,8 @@ void DecodeState::poison()
 {
     if (mOn)
     {
-        mOn->memory.poison(mView, mBook.used() == 0, mOn->fetch.get());
-        TSK_CUDA(cudaStreamSynchronize(mOn->fetch.get()));
+        mOn->memory.poison(mView, mBook.used() == 0, mOn->select.get());
+        TSK_CUDA(cudaStreamSynchronize(mOn->select.get()));
     }
 }
 

@@ -83,6 +83,7 @@ private:
     void requireIdle(cudaStream_t stream) const;
     int32_t groups(int32_t batch) const;
     RowGroup group(int32_t batch, int32_t index) const;
+    int32_t tailBegin(int32_t batch) const;
     void upload(int32_t slot, BookRow const& row, cudaStream_t stream) const;
 
     int32_t mDevice;

@@ -1,4 +1,4 @@
-// A step's kernels in their order, on the caller's stream, the select stream and the fetch stream.
+// A step's kernels in their order, on the caller's stream, the select stream and two fetch streams.
 #include "state/decode_device.h"
 #include "state/require.h"
 
@@ -16,25 +16,23 @@ using namespace kernels;
 constexpr uint64_t kELEMENT_ALIGNMENT = 16; // bytes: what kernels read at once
 constexpr uint64_t kINDEX_ALIGNMENT = 4;
 
-// Row groups: while one is fetched the next is scored. Small batches have too little work to share.
-constexpr int32_t kDEFAULT_GROUPS = 4;
-constexpr int32_t kSMALL_BATCH = 4; // below: 2 groups, and 1 for a single row
+// Row groups: while one is fetched the next is scored. Where they end, in shares of the batch: the first is small, so that
+// the link is soon at work, and while one is fetched there is time to score a larger one. A launch more costs each of score,
+// selection and fetch some 5 us. Small batches have too little work to share.
+constexpr int32_t kGROUP_BOUNDS[] = {0, 1, 4, 12};
+constexpr int32_t kDEFAULT_GROUPS = 3;
 
-// Kernels that fill the GPU leave room for what has to run beside them, where there are multiprocessors enough: for the
-// fetch, 8 blocks of 512 threads, two a multiprocessor, which fill a PCIe gen5 link; and, while a group is scored, for the
-// selection of the group before. A kernel that took all would hold up the next fetch until it ends.
+// A fetch has 8 blocks, which fill a PCIe gen5 link and take a multiprocessor each. Kernels that fill the GPU leave them
+// as many: one that took all would hold up the next fetch until it ends, or wait itself, with a part of its work, for the
+// end of a fetch.
 constexpr int32_t kFETCH_BLOCKS = 8;
-constexpr int32_t kFETCH_SHARE = 32; // one of so many multiprocessors
-constexpr int32_t kSELECT_SHARE = 6;
+constexpr int32_t kMANY_MULTIPROCESSORS = 32;
 
+// Multiprocessors for everything else.
 int32_t besideFetch(View const& view)
 {
-    return std::max(1, view.multiprocessors - view.multiprocessors / kFETCH_SHARE);
-}
-
-int32_t scoreBlocks(View const& view, int32_t groups)
-{
-    return std::max(1, besideFetch(view) - (groups > 1 ? view.multiprocessors / kSELECT_SHARE : 0));
+    int32_t const left = view.multiprocessors >= kMANY_MULTIPROCESSORS ? kFETCH_BLOCKS : 1;
+    return std::max(1, view.multiprocessors - left);
 }
 
 // Throws Failure that names the stage: "score of layer 3, rows 0 to 5: ...".
@@ -52,14 +50,27 @@ void checkStage(cudaError_t error, char const* stage, int32_t layer, RowGroup ro
 
 int32_t DecodeState::groups(int32_t batch) const
 {
-    int32_t const chosen = batch < kSMALL_BATCH ? std::min(batch, 2) : kDEFAULT_GROUPS;
-    return std::min(batch, mRowGroups > 0 ? mRowGroups : chosen);
+    return std::min(batch, mRowGroups > 0 ? mRowGroups : kDEFAULT_GROUPS);
 }
 
 RowGroup DecodeState::group(int32_t batch, int32_t index) const
 {
     int32_t const count = groups(batch);
-    return {batch * index / count, batch * (index + 1) / count};
+    bool const grow = mRowGroups == 0 && count == kDEFAULT_GROUPS;
+    auto const bound = [&](int32_t i)
+    {
+        constexpr int32_t kWHOLE = kGROUP_BOUNDS[kDEFAULT_GROUPS];
+        return grow ? std::max(i, (batch * kGROUP_BOUNDS[i] + kWHOLE - 1) / kWHOLE) : batch * i / count;
+    };
+    return {bound(index), bound(index + 1)};
+}
+
+// The last rows of the batch, whose values are fetched apart: those before them are attended in the meantime.
+int32_t DecodeState::tailBegin(int32_t batch) const
+{
+    int32_t const last = groups(batch) - 1;
+    RowGroup const rows = group(batch, last);
+    return last == 0 ? 0 : rows.begin + (rows.end - rows.begin) * 2 / 3;
 }
 
 void DecodeState::requireStep(StepArguments const& a) const
@@ -119,14 +130,15 @@ void DecodeState::landmarkTopK(StepArguments const& a)
     checkStage(cudaStreamWaitEvent(fetch, mOn->entered.get(), 0), "wait before seal", a.layer, all);
     checkStage(sealChunks(mView, a.layer, a.batch, fetch), "seal", a.layer, all);
     int32_t const count = groups(a.batch);
+    int32_t const tail = tailBegin(a.batch);
     cudaStream_t const select = count > 1 ? mOn->select.get() : a.stream;
     for (int32_t g = 0; g < count; ++g)
     {
         RowGroup const rows = group(a.batch, g);
         cudaEvent_t const scored = mOn->scored[g].get();
         cudaEvent_t const selected = mOn->selected[g].get();
-        checkStage(scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, scoreBlocks(mView, count), a.stream),
-            "score", a.layer, rows);
+        checkStage(scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, besideFetch(mView), a.stream), "score",
+            a.layer, rows);
         if (count > 1)
         {
             checkStage(cudaEventRecord(scored, a.stream), "record before select", a.layer, rows);
@@ -136,9 +148,16 @@ void DecodeState::landmarkTopK(StepArguments const& a)
             a.layer, rows);
         checkStage(cudaEventRecord(selected, select), "record before fetch", a.layer, rows);
         checkStage(cudaStreamWaitEvent(fetch, selected, 0), "wait before fetch", a.layer, rows);
-        checkStage(fetchValues(mView, a.layer, rows.begin, rows.end, kFETCH_BLOCKS, fetch), "fetch", a.layer, rows);
-        checkStage(cudaEventRecord(mOn->fetched[g].get(), fetch), "record after fetch", a.layer, rows);
+        RowGroup const most{rows.begin, std::min(rows.end, tail)};
+        RowGroup const rest{std::max(rows.begin, tail), rows.end};
+        checkStage(fetchValues(mView, a.layer, most.begin, most.end, kFETCH_BLOCKS, fetch), "fetch", a.layer, most);
+        if (rest.begin < rest.end)
+        {
+            checkStage(cudaEventRecord(mOn->fetchedMost.get(), fetch), "record after fetch", a.layer, most);
+            checkStage(fetchValues(mView, a.layer, rest.begin, rest.end, kFETCH_BLOCKS, fetch), "fetch", a.layer, rest);
+        }
     }
+    checkStage(cudaEventRecord(mOn->fetchedAll.get(), fetch), "record after fetch", a.layer, all);
     if (count > 1)
     {
         checkStage(
@@ -166,13 +185,18 @@ void DecodeState::sparseAttention(StepArguments const& a)
     RowGroup const all{0, a.batch};
     checkStage(
         attendResident(mView, a.layer, a.q, 0, a.batch, besideFetch(mView), a.stream), "attend resident", a.layer, all);
-    // The last group alone: the others are attended while it is fetched.
-    int32_t const last = mSeals ? groups(a.batch) - 1 : -1;
-    for (int32_t g = std::max(0, last - 1); g <= last; ++g)
+    if (mSeals)
     {
-        RowGroup const rows{g < last ? 0 : group(a.batch, g).begin, group(a.batch, g).end};
-        checkStage(cudaStreamWaitEvent(a.stream, mOn->fetched[g].get(), 0), "wait for fetch", a.layer, rows);
-        checkStage(attendFetched(mView, a.layer, a.q, rows.begin, rows.end, a.stream), "attend fetched", a.layer, rows);
+        RowGroup const most{0, tailBegin(a.batch)};
+        RowGroup const rest{most.end, a.batch};
+        if (most.end > 0)
+        {
+            checkStage(cudaStreamWaitEvent(a.stream, mOn->fetchedMost.get(), 0), "wait for fetch", a.layer, most);
+            checkStage(
+                attendFetched(mView, a.layer, a.q, most.begin, most.end, a.stream), "attend fetched", a.layer, most);
+        }
+        checkStage(cudaStreamWaitEvent(a.stream, mOn->fetchedAll.get(), 0), "wait for fetch", a.layer, rest);
+        checkStage(attendFetched(mView, a.layer, a.q, rest.begin, rest.end, a.stream), "attend fetched", a.layer, rest);
     }
     checkStage(mergePartials(mView, a.out, 0, a.batch, a.stream), "merge", a.layer, all);
 }
@@ -217,7 +241,7 @@ void DecodeState::stage(int32_t stage, RowGroup rows, StepArguments const& a)
         case TSK_STAGE_SEAL:
             return sealChunks(mView, a.layer, a.batch, a.stream);
         case TSK_STAGE_SCORE:
-            return scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, scoreBlocks(mView, 1), a.stream);
+            return scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, besideFetch(mView), a.stream);
         case TSK_STAGE_SELECT:
             return selectChunks(mView, a.layer, a.selection, rows.begin, rows.end, mOn->selectBytes, a.stream);
         case TSK_STAGE_FETCH:

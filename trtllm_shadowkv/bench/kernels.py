@@ -264,12 +264,42 @@ def timeline(rows: SyntheticRows) -> list[tuple[str, int, float, float]]:
     ]
 
 
+def seal_cost(rows: SyntheticRows) -> dict[str, float]:
+    """Microseconds of a layer in steps in which every row seals a chunk and in those in which none does, and what
+    sealing adds to the mean over a chunk's steps, as a share. The queries stay, so that nothing else varies."""
+    case, state, stream = rows.case, rows.state, rows.stream
+    slots = torch.arange(case.batch, device="cuda", dtype=torch.int32)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        state.step_prologue(slots.data_ptr(), case.batch, stream.cuda_stream)
+        for layer in range(case.layers):
+            rows.layer(WARM_UP, layer)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(4 * CHUNK):
+        state.begin_pass("generation", list(range(case.batch)), 0, 1, False)
+        row = state.row(0)
+        with torch.cuda.stream(stream):
+            rows.positions += 1
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            stream.synchronize()
+        seals = state.config.sealed_chunks(row.length + 1) > row.published
+        times[seals].append(begin.elapsed_time(end) * 1e3 / case.layers)
+    assert state.fault(stream.cuda_stream) == 0
+    sealing, other = (statistics.median(times[kind][1:]) for kind in (True, False))
+    return {"sealing": sealing, "other": other, "share": max(0.0, sealing - other) / CHUNK / other}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 24])
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--formats", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"])
     parser.add_argument("--pool-gib", type=int, default=64, help="pinned memory over which values are spread")
+    parser.add_argument("--caches", type=int, nargs="+", default=list(range(len(CACHES))), help="which of CACHES")
     parser.add_argument("--groups", type=int, nargs="+", default=[0], help="row groups to try; 0: the state's choice")
     parser.add_argument("--output")
     o = parser.parse_args()
@@ -278,17 +308,20 @@ def main() -> None:
     copy = copy_bandwidth()
     link = 1e9 * library.measure_link(0, 2048, 1 << 30)
     found: Rows = []
-    baselines = {(b, s): dense_baseline(b, s) for b in o.batches for s in o.contexts}
+    cases = list(itertools.product(o.batches, o.contexts))
+    if 1 in o.batches and len(o.contexts) > 1:
+        cases.append((1, 131_072))
+    baselines = {(b, s): dense_baseline(b, s) for b, s in cases}
     torch.cuda.empty_cache()
     with PinnedSlab(size) as pool:
-        for b, s in itertools.product(o.batches, o.contexts):
+        for b, s in cases:
             with SyntheticRows(Case(b, s, "bf16", "bf16", 1, "text", dense=True), pool, size) as rows:
                 time, _ = measure_layer(rows)
             found.append(
                 {"kernel": "layer", "batch": b, "context": s, "cache": "dense", "microseconds": time}
                 | {"baseline_microseconds": baselines[b, s], "speedup": baselines[b, s] / time}
             )
-            for kind, (cache, factor, profile) in itertools.product(o.formats, CACHES):
+            for kind, (cache, factor, profile) in itertools.product(o.formats, [CACHES[i] for i in o.caches]):
                 if profile == "text" and s < 100_000:
                     profile = "text_61k"  # the same rates among fewer chunks
                 for groups in o.groups:
@@ -306,6 +339,7 @@ def main() -> None:
                             found.append({"kernel": "overlap"} | side | overlap(rows))
                             found.append({"kernel": "timeline"} | side | {"launches": timeline(rows)})
                             found += stage_times(rows, copy, link)
+                            found.append({"kernel": "seal"} | side | seal_cost(rows))
             found.append({"kernel": "torch", "batch": b, "context": s} | torch_stages(b, s))
     data = report("python -m trtllm_shadowkv.bench.kernels", found)
     device = library.device_info(0)

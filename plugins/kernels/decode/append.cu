@@ -98,8 +98,9 @@ cudaError_t appendTokens(View const& view, int32_t layer, void const* qkv, int32
             constexpr int32_t kSIZE = decltype(size)::value;
             int32_t const items = (view.heads + 2 * view.kvHeads) * (kSIZE / 8);
             dim3 const grid((items + kTHREADS - 1) / kTHREADS, batch);
-            appendKernel<T, kSIZE>
-                <<<grid, kTHREADS, 0, stream>>>(view, layer, static_cast<T const*>(qkv), positions, static_cast<T*>(q));
+            auto const kernel = appendKernel<T, kSIZE>;
+            kernel<<<grid, kTHREADS, 0, stream>>>(
+                view, layer, static_cast<T const*>(qkv), positions, static_cast<T*>(q));
             return cudaGetLastError();
         });
 }

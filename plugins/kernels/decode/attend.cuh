@@ -224,15 +224,15 @@ struct StagedQuery
     }
 };
 
-// Attends each warp to its tiles of the span, number `warp`, warp + 4, ... kSCALED: values are e4m3 with a scale a chunk,
-// else T. One barrier, and all threads of the block must come here.
+// Attends each warp to its tiles of the span: number `warp`, warp + 4, ... kSCALED: values are e4m3 with a scale a
+// chunk, else T. One barrier, and all threads of the block must come here.
 template <typename T, int32_t D, int32_t NT, bool kSCALED>
 __device__ __forceinline__ void attendTiles(View const& view, int32_t layer, T const* q, Span const& span,
     Source const& source, uint4 (&shared)[NT][D / 32][32], Accumulator<D, NT>& acc)
 {
     using Piece = ValuePiece<kSCALED>;
-    // Keys of the next tile are under way while this one's values are used, and the other way round, but where registers
-    // are too short: there keys and values take turns.
+    // Keys of the next tile are under way while this one's values are used, and the other way round, but where
+    // registers are too short: there keys and values take turns.
     constexpr bool kAHEAD = NT == 1 || D < 128;
     int32_t const lane = threadIdx.x % 32;
     int32_t const tiles = (span.tokens + kTILE_TOKENS - 1) / kTILE_TOKENS;
@@ -258,15 +258,14 @@ __device__ __forceinline__ void attendTiles(View const& view, int32_t layer, T c
         size_t const index = __shfl_sync(kFULL_WARP, unit.index, looked * kTILE_UNITS + lane / 8);
         loadKeys<D>(keys, source.keys + index * (kUNIT * D * sizeof(T)), lane);
     };
-    auto const nextValues = [&]()
-    {
-        size_t const index = __shfl_sync(kFULL_WARP, unit.index, looked * kTILE_UNITS + lane % 4);
-        loadValues<D>(values, source.values + index * (D * sizeof(Piece)), lane);
-    };
+    auto const valuesIndex
+        = [&]() -> uint32_t { return __shfl_sync(kFULL_WARP, unit.index, looked * kTILE_UNITS + lane % 4); };
+    auto const nextValues
+        = [&](size_t index) { loadValues<D>(values, source.values + index * (D * sizeof(Piece)), lane); };
     nextKeys();
     if constexpr (kAHEAD)
     {
-        nextValues();
+        nextValues(valuesIndex());
     }
     float logs = kSCALED ? logScale(view, layer, span, unit) : 0.0F;
 
@@ -288,11 +287,7 @@ __device__ __forceinline__ void attendTiles(View const& view, int32_t layer, T c
     {
         float s[2][NT][4];
         score<T, D, NT>(s, keys, query, shared, lane);
-        if constexpr (!kAHEAD)
-        {
-            __syncwarp(); // the compiler does not load sooner than this
-            nextValues();
-        }
+        uint32_t const late = kAHEAD ? 0U : valuesIndex();
         float const log = kSCALED ? __shfl_sync(kFULL_WARP, logs, looked * kTILE_UNITS + lane / 8) : 0.0F;
         int32_t const left = span.tokens - tile * kTILE_TOKENS;
         tile += kATTEND_WARPS;
@@ -309,6 +304,10 @@ __device__ __forceinline__ void attendTiles(View const& view, int32_t layer, T c
             {
                 nextKeys();
             }
+        }
+        if constexpr (!kAHEAD)
+        {
+            nextValues(late); // behind a branch, or the compiler would move it up
         }
         weighTokens<D, NT, kSCALED>(s, acc, top, left - lane / 8 * kUNIT - lane / 4 % 2, scale, log);
         if constexpr (kSCALED)
@@ -330,19 +329,18 @@ __device__ __forceinline__ void attendTiles(View const& view, int32_t layer, T c
         }
         if constexpr (kAHEAD)
         {
-            nextValues();
+            nextValues(valuesIndex());
         }
         else
         {
-            __syncwarp();
             nextKeys();
         }
     }
     finish<D, NT, kSCALED>(acc, top);
 }
 
-// Adds up the warps' accumulators, in order, and writes the partial. Ends without a barrier: shared.warps may be written
-// again after the next one.
+// Adds up the warps' accumulators, in order, and writes the partial. Ends without a barrier: shared.warps may be
+// written again after the next one.
 template <int32_t D, int32_t NT>
 __device__ __forceinline__ void storePartial(
     View const& view, size_t partial, AttendShared<D, NT>& shared, Accumulator<D, NT> const& acc)

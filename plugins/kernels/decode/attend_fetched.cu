@@ -6,8 +6,8 @@ namespace trtllm_shadowkv::kernels
 namespace
 {
 
-// Splits for which there is a block: half of them, because mostly fewer than half of the chunks are missing, and a block
-// that finds nothing to do is not free.
+// Splits for which there is a block: half of them, because mostly fewer than half of the chunks are missing, and a
+// block that finds nothing to do is not free.
 constexpr int32_t kSPLITS_A_BLOCK = 2;
 
 // grid: splits, KV heads, batch rows.

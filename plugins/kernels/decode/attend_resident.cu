@@ -6,8 +6,9 @@ namespace trtllm_shadowkv::kernels
 namespace
 {
 
-// Work items of batch rows [begin, end). Live splits first: only they can be long. Then split by split, over all rows and
-// heads, the outliers and the hits, so that neighbouring blocks get items alike and what is short or empty comes last.
+// Work items of batch rows [begin, end). Live splits first: only they can be long. Then split by split, over all rows
+// and heads, the outliers and the hits, so that neighbouring blocks get items alike and what is short or empty comes
+// last.
 struct Items
 {
     int32_t begin;

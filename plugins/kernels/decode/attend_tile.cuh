@@ -1,8 +1,8 @@
 // Attention of a warp: tiles of 32 tokens, 4 units of 8, in registers.
 //
-// S^T = K Q^T has 16 tokens as rows (two such tiles, s = 0 and 1) and query heads as columns; O^T += V^T P^T has the head
-// size as rows. Tokens are dealt to the rows of tile s in such a way that what a lane has of P is, after a transpose of
-// 8 x 8, what it needs of P^T, while it reads V in pieces of a whole unit:
+// S^T = K Q^T has 16 tokens as rows (two such tiles, s = 0 and 1) and query heads as columns; O^T += V^T P^T has the
+// head size as rows. Tokens are dealt to the rows of tile s in such a way that what a lane has of P is, after a
+// transpose of 8 x 8, what it needs of P^T, while it reads V in pieces of a whole unit:
 //   row g      token 4 s + g % 2      of unit g / 2
 //   row 8 + g  token 4 s + 2 + g % 2  of unit g / 2
 // So a lane has scores of tokens g % 2 + 2 r, r = 0 to 3, of unit g / 2, heads 8 n + 2 t and + 1, and of V rows
@@ -17,7 +17,8 @@ namespace trtllm_shadowkv::kernels
 inline constexpr int32_t kTILE_UNITS = 4;
 inline constexpr int32_t kTILE_TOKENS = kTILE_UNITS * kUNIT;
 
-// Of lane (g, t): o[i][n] is d = 16 i + g, heads 8 n + 2 t, + 1, then d = 16 i + 8 + g; m and l are of the same two heads.
+// Of lane (g, t): o[i][n] is d = 16 i + g, heads 8 n + 2 t, + 1, then d = 16 i + 8 + g; m and l are of the same two
+// heads.
 template <int32_t D, int32_t NT>
 struct Accumulator
 {
@@ -153,9 +154,9 @@ __device__ __forceinline__ void score(float (&s)[2][NT][4], uint4 const (&keys)[
 // Turns scores into P, in place, and brings m, l and O up to the new maximum. Token 2 r of the lane is attended if
 // 2 r < tokens.
 //
-// kSCALED: `log` is log2 of the scale of the lane's chunk. It goes into the exponent, so that P, rounded to 16 bits, never
-// exceeds 1 and reaches it, whatever the scales are. `top` is then the maximum of score + log: O is in units of 2^top, l of
-// 2^m.
+// kSCALED: `log` is log2 of the scale of the lane's chunk. It goes into the exponent, so that P, rounded to 16 bits,
+// never exceeds 1 and reaches it, whatever the scales are. `top` is then the maximum of score + log: O is in units of
+// 2^top, l of 2^m.
 template <int32_t D, int32_t NT, bool kSCALED>
 __device__ __forceinline__ void weighTokens(
     float (&s)[2][NT][4], Accumulator<D, NT>& acc, float (&top)[NT][2], int32_t tokens, float scale, float log)

@@ -31,7 +31,7 @@ cudaError_t sealChunks(View const& view, int32_t layer, int32_t batch, cudaStrea
 
 // logits and logitSums of batch rows [begin, end).
 //   q       as appendTokens wrote it
-//   blocks  blocks of 512 threads, one a multiprocessor: leave some to the fetch and to the selection
+//   blocks  blocks of 512 threads, one a multiprocessor: leave some to the fetch
 cudaError_t scoreLandmarks(
     View const& view, int32_t layer, void const* q, int32_t begin, int32_t end, int32_t blocks, cudaStream_t stream);
 

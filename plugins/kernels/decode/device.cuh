@@ -90,7 +90,8 @@ __device__ __forceinline__ uint32_t halvesOfE4m3(uint16_t v)
 //   a[0]: A[g][2t, 2t+1]  a[1]: A[g+8][2t, 2t+1]  a[2]: A[g][2t+8, 2t+9]  a[3]: A[g+8][2t+8, 2t+9]
 //   b0: B[2t, 2t+1][g]    b1: B[2t+8, 2t+9][g]    d[0], d[1]: D[g][2t, 2t+1]  d[2], d[3]: D[g+8][2t, 2t+1]
 template <typename T>
-__device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
+__device__ __forceinline__ void mma(
+    float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
 {
     if constexpr (std::is_same_v<T, __half>)
     {
@@ -101,8 +102,9 @@ __device__ __forceinline__ void mma(float (&d)[4], uint32_t a0, uint32_t a1, uin
     }
     else
     {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                     "{%0, %1, %2, %3};"
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     }
@@ -137,7 +139,7 @@ template <typename T>
 __device__ __forceinline__ T* liveKey(View const& v, int32_t layer, int32_t page, int32_t head, int32_t p)
 {
     return static_cast<T*>(v.live) + (size_t{static_cast<uint32_t>(layer)} * v.livePages + page) * livePageElements(v)
-        + (size_t{static_cast<uint32_t>(head)} * kLIVE_PAGE_TOKENS + p % kLIVE_PAGE_TOKENS) * v.headSize;
+           + (size_t{static_cast<uint32_t>(head)} * kLIVE_PAGE_TOKENS + p % kLIVE_PAGE_TOKENS) * v.headSize;
 }
 
 // Values [D, 8] of the unit that holds token p of a page.
@@ -145,15 +147,16 @@ template <typename T>
 __device__ __forceinline__ T* liveValueUnit(View const& v, int32_t layer, int32_t page, int32_t head, int32_t p)
 {
     return static_cast<T*>(v.live) + (size_t{static_cast<uint32_t>(layer)} * v.livePages + page) * livePageElements(v)
-        + (size_t{static_cast<uint32_t>(v.kvHeads + head)} * kLIVE_PAGE_TOKENS + p % kLIVE_PAGE_TOKENS / kUNIT * kUNIT)
-        * v.headSize;
+           + (size_t{static_cast<uint32_t>(v.kvHeads + head)} * kLIVE_PAGE_TOKENS
+                 + p % kLIVE_PAGE_TOKENS / kUNIT * kUNIT)
+                 * v.headSize;
 }
 
 // Page id of sealed chunk c.
 __device__ __forceinline__ int32_t sealedPage(View const& v, int32_t slot, int32_t chunk)
 {
     return v.sealedTable[size_t{static_cast<uint32_t>(slot)} * v.sealedTableStride
-        + ((chunk << v.chunkShift) / kSEALED_PAGE_TOKENS)];
+                         + ((chunk << v.chunkShift) / kSEALED_PAGE_TOKENS)];
 }
 
 // Index of chunk c of a head in what is [layers, sealedPages, H, 512 / C]; `page` is the one that holds it.
@@ -161,7 +164,7 @@ __device__ __forceinline__ size_t pagedChunk(View const& v, int32_t layer, int32
 {
     int32_t const perPage = kSEALED_PAGE_TOKENS >> v.chunkShift;
     return ((size_t{static_cast<uint32_t>(layer)} * v.sealedPages + page) * v.kvHeads + head) * perPage
-        + (chunk & (perPage - 1));
+           + (chunk & (perPage - 1));
 }
 
 // Index of a head in what is [layers, sealedRows, H].
@@ -174,8 +177,10 @@ __device__ __forceinline__ size_t sealedHead(View const& v, int32_t layer, int32
 __device__ __forceinline__ float4 ropePair(View const& v, int32_t p, int32_t i)
 {
     int32_t const half = v.headSize / 2;
-    float4 const turn = *reinterpret_cast<float4 const*>(v.ropeTurns + (size_t{static_cast<uint32_t>(p / kUNIT)} * half + i) * 2);
-    float4 const step = *reinterpret_cast<float4 const*>(v.ropeSteps + (size_t{static_cast<uint32_t>(p % kUNIT)} * half + i) * 2);
+    float4 const turn
+        = *reinterpret_cast<float4 const*>(v.ropeTurns + (size_t{static_cast<uint32_t>(p / kUNIT)} * half + i) * 2);
+    float4 const step
+        = *reinterpret_cast<float4 const*>(v.ropeSteps + (size_t{static_cast<uint32_t>(p % kUNIT)} * half + i) * 2);
     return make_float4(turn.x * step.x - turn.y * step.y, turn.x * step.y + turn.y * step.x,
         turn.z * step.z - turn.w * step.w, turn.z * step.w + turn.w * step.z);
 }
@@ -212,10 +217,14 @@ cudaError_t dispatchShape(View const& view, F&& f)
     {
         switch (view.headSize)
         {
-        case 64: return f(tag, std::integral_constant<int32_t, 64>{});
-        case 96: return f(tag, std::integral_constant<int32_t, 96>{});
-        case 128: return f(tag, std::integral_constant<int32_t, 128>{});
-        default: return cudaErrorInvalidValue;
+        case 64:
+            return f(tag, std::integral_constant<int32_t, 64>{});
+        case 96:
+            return f(tag, std::integral_constant<int32_t, 96>{});
+        case 128:
+            return f(tag, std::integral_constant<int32_t, 128>{});
+        default:
+            return cudaErrorInvalidValue;
         }
     };
     return view.element == Element::kF16 ? bySize(__half{}) : bySize(__nv_bfloat16{});

@@ -1,5 +1,6 @@
 #include "kernels/decode/decode.h"
 
+#include "kernels/decode/device.cuh"
 #include "kernels/decode/scan.cuh"
 #include "kernels/gather/copy.cuh"
 
@@ -8,7 +9,8 @@ namespace trtllm_shadowkv::kernels
 namespace
 {
 
-constexpr uint32_t kTHREADS = 512;
+// With 64 registers a thread a block has a multiprocessor for itself: beside others on the same one it is slower.
+constexpr uint32_t kTHREADS = 1024;
 constexpr uint32_t kLOADS = 8; // 16-byte loads a lane keeps in flight, see gather.cu
 constexpr uint32_t kTILE = 32 * kLOADS;
 constexpr uint32_t kPIECE = 16;      // bytes of a load
@@ -85,7 +87,7 @@ __device__ __forceinline__ uint64_t addressOf(
 
 // All missing chunks in a row are one sequence of 16-byte pieces. A warp copies kTILE of them at a time, and the warps
 // of the grid take neighbouring tiles: all reads of a moment lie close together, which the link needs for small chunks.
-__global__ void __launch_bounds__(kTHREADS, 2) fetchKernel(View const view, int32_t layer, uint32_t firstPair,
+__global__ void __launch_bounds__(kTHREADS, 1) fetchKernel(View const view, int32_t layer, uint32_t firstPair,
     uint32_t pairCount, uint32_t piecesPerChunk, uint32_t reciprocal)
 {
     __shared__ Pairs pairs;

@@ -181,7 +181,8 @@ cudaError_t mergePartials(View const& view, void* out, int32_t begin, int32_t en
         {
             using T = decltype(tag);
             dim3 const grid(static_cast<uint32_t>(view.heads), static_cast<uint32_t>(end - begin));
-            mergeKernel<T, decltype(size)::value><<<grid, kTHREADS, 0, stream>>>(view, static_cast<T*>(out), begin);
+            auto const kernel = mergeKernel<T, decltype(size)::value>;
+            kernel<<<grid, kTHREADS, 0, stream>>>(view, static_cast<T*>(out), begin);
             return cudaGetLastError();
         });
 }

@@ -37,7 +37,8 @@ __device__ __forceinline__ StepRow advance(View const& view, int32_t slot)
     {
         step.splitTokens *= 2;
     }
-    step.liveSplits = (step.liveTokens + step.splitTokens - 1) / step.splitTokens;
+    // The last split is up to half as long again: the window's odd tokens are no split of their own.
+    step.liveSplits = max((step.liveTokens + step.splitTokens / 2 - 1) / step.splitTokens, min(step.liveTokens, 1));
     return step;
 }
 

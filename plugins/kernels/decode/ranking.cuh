@@ -1,5 +1,5 @@
-// First half of selectChunks: from logits to the key that the best chunks reach. One block works on one KV head of one
-// batch row.
+// What selectChunks ranks by: log-sum-exps of the query heads, keys in the order of the scores, and bins that find the
+// wanted-th best of many. One block works on one KV head of one batch row.
 #pragma once
 
 #include "kernels/decode/device.cuh"
@@ -10,25 +10,42 @@ namespace trtllm_shadowkv::kernels::ranking
 inline constexpr int32_t kTHREADS = 512;
 inline constexpr int32_t kWARP = 32;
 inline constexpr int32_t kWARPS = kTHREADS / kWARP;
-inline constexpr int32_t kLOADS = 8; // loads of logits that a thread has in flight
-// Bins of one digit of a key: the highest 11 bits, then 11, then 10.
-inline constexpr int32_t kBINS = 2048;
-inline constexpr int32_t kFIRST_SHIFT = 21;
-inline constexpr int32_t kSECOND_SHIFT = 10;
-inline constexpr int32_t kPARTIAL_STRIDE = kWARPS + 1; // odd: no bank conflicts
+inline constexpr int32_t kSUM_LOADS = 4; // partial sums that a thread has in flight
+inline constexpr int32_t kBIN_BITS = 11;
+inline constexpr int32_t kBINS = 1 << kBIN_BITS;
+inline constexpr int32_t kCANDIDATES = 4096; // of the list
+
+// A candidate: its score's key in the upper word and, in the lower one, what is larger for a lower id. All differ.
+inline constexpr int32_t kID_SHIFT = 14;
+inline constexpr uint32_t kMAX_ID = (1U << (kWARP - kID_SHIFT)) - 1U;
+inline constexpr uint32_t kLOWEST_KEY = 0x007fffffU; // of -inf
+inline constexpr uint64_t kLOWEST = uint64_t{kLOWEST_KEY} << 32;
 
 static_assert(4 * kTHREADS == kBINS, "a thread looks at four bins");
-static_assert(kMAX_GROUP_HEADS == kWARPS, "a warp sums one query head");
-static_assert(kMAX_GROUP_HEADS * kPARTIAL_STRIDE * sizeof(float2) <= kBINS * sizeof(uint32_t));
+static_assert(kMAX_TOKENS / kUNIT <= kMAX_ID + 1 && kMAX_TOP_K <= kCANDIDATES);
+
+// Partial sum of exponentials, exp(maximum) * sum; minimum: of the maxima in it that are above -inf.
+struct alignas(16) Part
+{
+    float maximum;
+    float minimum;
+    float sum;
+};
+
+static_assert(sizeof(Part) * kWARPS * kMAX_GROUP_HEADS <= sizeof(uint64_t) * kCANDIDATES);
 
 // What the warps of the block tell each other.
 struct alignas(16) Shared
 {
     float logSums[kMAX_GROUP_HEADS]; // log-sum-exp of each query head
+    uint64_t few[kWARP];             // candidates of one bin
     uint32_t counts[2][kWARPS];      // of each warp
     uint32_t bin;                    // the bin that holds the last chunk to be selected,
     uint32_t rank;                   // its rank in there, from 1,
     uint32_t size;                   // and the number of chunks in there
+    uint32_t kept;                   // items
+    uint32_t listed;                 // candidates, perhaps more than the list holds
+    uint32_t fews;
 };
 
 __device__ __forceinline__ int32_t threadOf()
@@ -62,205 +79,199 @@ __device__ __forceinline__ uint32_t ones(uint32_t mask)
     return static_cast<uint32_t>(__popc(static_cast<int32_t>(mask)));
 }
 
-// --- log-sum-exp -----------------------------------------------------------------------------------------------------
-
-// A sum of exponentials: exp(maximum) * sum.
-struct ExpSum
+// Lanes of the mask below this one.
+__device__ __forceinline__ uint32_t onesBelow(uint32_t mask)
 {
-    float maximum;
-    float sum;
-};
-
-__device__ __forceinline__ ExpSum add(ExpSum a, ExpSum b)
-{
-    float const maximum = fmaxf(a.maximum, b.maximum);
-    float const base = maximum == -INFINITY ? 0.0F : maximum; // nothing in both: exp(-inf), not exp(-inf + inf)
-    return {maximum, a.sum * expf(a.maximum - base) + b.sum * expf(b.maximum - base)};
+    return ones(mask & ((1U << laneOf()) - 1U));
 }
 
-__device__ __forceinline__ ExpSum addOther(ExpSum a, int32_t offset)
+// Room for `count` new elements for the warp, which `counter` counts.
+__device__ __forceinline__ uint32_t reserve(uint32_t& counter, uint32_t count)
 {
-    return add(a, {__shfl_xor_sync(kFULL_WARP, a.maximum, offset), __shfl_xor_sync(kFULL_WARP, a.sum, offset)});
+    uint32_t const at = laneOf() == 0 ? atomicAdd(&counter, count) : 0U;
+    return __shfl_sync(kFULL_WARP, at, 0);
 }
 
-// Shared::logSums from the partial sums [items, stride, 2]. +inf where it is not finite: a logit minus that is -inf or
-// NaN, which counts as -inf. NaN where there is no such head. The order of a sum depends on the row's length and the
-// group alone.
-__device__ __forceinline__ void sumHeads(
-    float const* sums, int32_t items, int32_t stride, int32_t group, float2* partials, Shared& shared)
-{
-    int32_t const shift = kWARP - __clz(group - 1); // a power of two of heads, so that a lane stays with one
-    int32_t const head = threadOf() & ((1 << shift) - 1);
-    ExpSum total{-INFINITY, 0.0F};
-    if (head < group)
-    {
-#pragma unroll 2
-        for (int32_t item = threadOf() >> shift; item < items; item += kTHREADS >> shift)
-        {
-            float2 const part = reinterpret_cast<float2 const*>(sums)[item * stride + head];
-            total = add(total, {part.x, part.x == -INFINITY ? 0.0F : part.y});
-        }
-    }
-    for (int32_t offset = 1 << shift; offset < kWARP; offset *= 2)
-    {
-        total = addOther(total, offset);
-    }
-    if (laneOf() >> shift == 0)
-    {
-        partials[laneOf() * kPARTIAL_STRIDE + warpOf()] = make_float2(total.maximum, total.sum);
-    }
-    __syncthreads();
-    float logSum = NAN;
-    if (warpOf() < group)
-    {
-        float2 const part = partials[warpOf() * kPARTIAL_STRIDE + laneOf() % kWARPS];
-        total = {part.x, part.y};
-#pragma unroll
-        for (int32_t offset = 1; offset < kWARPS; offset *= 2)
-        {
-            total = addOther(total, offset);
-        }
-        logSum = total.maximum + logf(total.sum);
-        logSum = isfinite(logSum) ? logSum : INFINITY;
-    }
-    if (laneOf() == 0)
-    {
-        shared.logSums[warpOf()] = logSum;
-    }
-    __syncthreads();
-}
-
-// --- keys ------------------------------------------------------------------------------------------------------------
-
-// An unsigned number in the order of the floats (both zeros alike); -inf is 0x007fffff, so that 0 is free for outliers.
+// An unsigned number in the order of the floats (both zeros alike). No number has key 0.
 __device__ __forceinline__ uint32_t keyOf(float score)
 {
     uint32_t const bits = __float_as_uint(score + 0.0F);
     return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000U);
 }
 
-template <int32_t kVECTOR>
-struct alignas(4 * kVECTOR) Vector
+// The least score whose key is at least this one, which is one of a number or between two.
+__device__ __forceinline__ float scoreOf(uint32_t key)
 {
-    float values[kVECTOR];
+    return __uint_as_float(key ^ (static_cast<uint32_t>(static_cast<int32_t>(~key) >> 31) | 0x80000000U));
+}
+
+__device__ __forceinline__ uint64_t candidateOf(uint32_t key, int32_t chunk)
+{
+    return uint64_t{key} << 32 | (kMAX_ID - static_cast<uint32_t>(chunk)) << kID_SHIFT;
+}
+
+__device__ __forceinline__ int32_t chunkOf(uint64_t candidate)
+{
+    return static_cast<int32_t>(kMAX_ID - (static_cast<uint32_t>(candidate) >> kID_SHIFT));
+}
+
+// --- log-sum-exp -----------------------------------------------------------------------------------------------------
+
+// sum * exp(maximum - base)
+__device__ __forceinline__ float weigh(float sum, float maximum, float base)
+{
+    return maximum == -INFINITY ? 0.0F : sum * expf(maximum - base);
+}
+
+// Of the lanes that are a multiple of `distance`, a power of two, apart. All get the same bits.
+__device__ __forceinline__ Part join(Part part, int32_t distance)
+{
+    float const own = part.maximum;
+#pragma unroll 1
+    for (int32_t offset = kWARP / 2; offset >= distance; offset /= 2)
+    {
+        part.maximum = fmaxf(part.maximum, __shfl_xor_sync(kFULL_WARP, part.maximum, offset));
+        part.minimum = fminf(part.minimum, __shfl_xor_sync(kFULL_WARP, part.minimum, offset));
+    }
+    part.sum = weigh(part.sum, own, part.maximum);
+#pragma unroll 1
+    for (int32_t offset = kWARP / 2; offset >= distance; offset /= 2)
+    {
+        part.sum += __shfl_xor_sync(kFULL_WARP, part.sum, offset);
+    }
+    return part;
+}
+
+// The partial sums of a KV head, [items, stride, 2]. A lane stays with one query head, the lane's number modulo a power
+// of two.
+struct Sums
+{
+    float const* values;
+    int32_t items;
+    int32_t stride;
+    int32_t group;
+    int32_t shift; // log2 of that power of two
+
+    __device__ __forceinline__ int32_t head() const
+    {
+        return threadOf() & ((1 << shift) - 1);
+    }
+    // Items first + k * step() are this thread's.
+    __device__ __forceinline__ int32_t first() const
+    {
+        return threadOf() >> shift;
+    }
+    __device__ __forceinline__ int32_t step() const
+    {
+        return kTHREADS >> shift;
+    }
 };
 
-template <int32_t kVECTOR>
-__device__ __forceinline__ Vector<kVECTOR> loadLogits(float const* address)
+// Of the lane's query head: log-sum-exp, +inf where it is not finite (a logit minus that is -inf or NaN, which counts
+// as -inf). Of the KV head: the keys of its best chunk and of a score that the best chunks of few items are below.
+struct Scale
 {
-    if constexpr (kVECTOR == 4)
-    {
-        uint4 const v = loadStream(address);
-        return {{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)}};
-    }
-    else
-    {
-        uint2 const v = loadStream2(address);
-        return {{__uint_as_float(v.x), __uint_as_float(v.y)}};
-    }
-}
+    float logSum;
+    uint32_t best;
+    uint32_t worst;
+};
 
-// Keys of the chunks `first` + 512 k, counted in bins by their first digit. Every logit of an outlier is NaN, and no
-// logit of another chunk; a difference may be NaN, and then counts as -inf.
-template <int32_t kVECTOR, bool kWHOLE>
-__device__ __forceinline__ void makeTile(float const* logits, int32_t stride, int32_t first, int32_t chunks,
-    float const* logSums, uint32_t* keys, bool keysInShared, uint32_t* bins)
+// Also Shared::logSums: NaN where there is no such head. The order of a sum depends on the row's length and the group
+// alone.
+__device__ __forceinline__ Scale sumHeads(Sums const& sums, Part* parts, Shared& shared)
 {
-    float const* const from = logits + size_t{static_cast<uint32_t>(first)} * static_cast<uint32_t>(stride);
-    float scores[kLOADS];
-    for (int32_t head = 0; head < stride; head += kVECTOR)
+    Part part{-INFINITY, INFINITY, 0.0F};
+    if (sums.head() < sums.group)
     {
-        Vector<kVECTOR> loaded[kLOADS] = {};
-#pragma unroll
-        for (int32_t k = 0; k < kLOADS; ++k)
-        {
-            if (kWHOLE || first + k * kTHREADS < chunks)
-            {
-                loaded[k] = loadLogits<kVECTOR>(from + k * kTHREADS * stride + head);
-            }
-        }
-        Vector<kVECTOR> const base = *reinterpret_cast<Vector<kVECTOR> const*>(logSums + head);
-#pragma unroll
-        for (int32_t k = 0; k < kLOADS; ++k)
-        {
-            if (head == 0)
-            {
-                scores[k] = isnan(loaded[k].values[0]) ? NAN : -INFINITY;
-            }
-#pragma unroll
-            for (int32_t i = 0; i < kVECTOR; ++i)
-            {
-                scores[k] = fmaxf(scores[k], loaded[k].values[i] - base.values[i]); // NaN only of two NaN
-            }
-        }
-    }
-    if (!keysInShared)
-    {
-        __syncthreads();
-    }
-#pragma unroll
-    for (int32_t k = 0; k < kLOADS; ++k)
-    {
-        if (kWHOLE || first + k * kTHREADS < chunks)
-        {
-            uint32_t const key = isnan(scores[k]) ? 0U : keyOf(scores[k]);
-            keys[first + k * kTHREADS] = key;
-            atomicAdd(bins + (key >> kFIRST_SHIFT), 1U);
-        }
-    }
-}
-
-// Keys of all chunks and the histogram of their first digit. Where shared memory has no room for the keys, they go to
-// the front of the logits: the key of chunk c overwrites logits of chunk c / stride, which the block has read by then.
-template <int32_t kVECTOR>
-__device__ __forceinline__ void makeKeys(float const* logits, int32_t stride, int32_t chunks, float const* logSums,
-    uint32_t* keys, bool keysInShared, uint32_t* bins)
-{
-    constexpr int32_t kTILE = kTHREADS * kLOADS;
-    int32_t first = threadOf();
 #pragma unroll 1
-    for (int32_t left = chunks; left >= kTILE; left -= kTILE, first += kTILE)
-    {
-        makeTile<kVECTOR, true>(logits, stride, first, chunks, logSums, keys, keysInShared, bins);
+        for (int32_t first = sums.first(); first < sums.items; first += kSUM_LOADS * sums.step())
+        {
+            float2 loaded[kSUM_LOADS];
+            float maximum = part.maximum;
+#pragma unroll
+            for (int32_t k = 0; k < kSUM_LOADS; ++k)
+            {
+                int32_t const item = first + k * sums.step();
+                loaded[k] = make_float2(-INFINITY, 0.0F);
+                if (item < sums.items)
+                {
+                    loaded[k] = reinterpret_cast<float2 const*>(sums.values)[item * sums.stride + sums.head()];
+                }
+            }
+#pragma unroll
+            for (int32_t k = 0; k < kSUM_LOADS; ++k)
+            {
+                maximum = fmaxf(maximum, loaded[k].x);
+                part.minimum = loaded[k].x == -INFINITY ? part.minimum : fminf(part.minimum, loaded[k].x);
+            }
+            part.sum = weigh(part.sum, part.maximum, maximum);
+            part.maximum = maximum;
+#pragma unroll
+            for (int32_t k = 0; k < kSUM_LOADS; ++k)
+            {
+                part.sum += weigh(loaded[k].y, loaded[k].x, maximum);
+            }
+        }
     }
-    if (chunks % kTILE != 0)
+    part = join(part, 1 << sums.shift);
+    if (laneOf() >> sums.shift == 0)
     {
-        makeTile<kVECTOR, false>(logits, stride, first, chunks, logSums, keys, keysInShared, bins);
+        parts[warpOf() * kMAX_GROUP_HEADS + laneOf()] = part;
     }
     __syncthreads();
-    // Outliers are not ranked: no other key is below the first bin's end.
-    if (threadIdx.x == 0)
+    // Every warp adds all parts up, which saves a barrier.
+    part = {-INFINITY, INFINITY, 0.0F};
+    for (int32_t warp = laneOf() >> sums.shift; warp < kWARPS; warp += kWARP >> sums.shift)
     {
-        reinterpret_cast<uint4*>(bins)->x = 0;
+        part.maximum = fmaxf(part.maximum, parts[warp * kMAX_GROUP_HEADS + sums.head()].maximum);
     }
+    for (int32_t warp = laneOf() >> sums.shift; warp < kWARPS; warp += kWARP >> sums.shift)
+    {
+        Part const other = parts[warp * kMAX_GROUP_HEADS + sums.head()];
+        part.minimum = fminf(part.minimum, other.minimum);
+        part.sum += weigh(other.sum, other.maximum, part.maximum);
+    }
+    part = join(part, 1 << sums.shift);
+    float logSum = part.maximum + logf(part.sum);
+    logSum = isfinite(logSum) ? logSum : INFINITY;
+    if (threadOf() < kMAX_GROUP_HEADS)
+    {
+        shared.logSums[threadOf()] = threadOf() < sums.group ? logSum : NAN;
+    }
+    // Without NaN: the difference of two infinities.
+    return {logSum, __reduce_max_sync(kFULL_WARP, keyOf(fmaxf(-INFINITY, part.maximum - logSum))),
+        __reduce_max_sync(kFULL_WARP, keyOf(fmaxf(-INFINITY, part.minimum - logSum)))};
 }
 
-// Keys of the chunks first + k * step, 0 past the end. All are loaded before one is used.
-__device__ __forceinline__ void loadKeys(
-    uint32_t (&loaded)[kLOADS], uint32_t const* keys, int32_t first, int32_t step, int32_t end)
-{
-#pragma unroll
-    for (int32_t k = 0; k < kLOADS; ++k)
-    {
-        loaded[k] = first + k * step < end ? keys[first + k * step] : 0U;
-    }
-}
+// --- bins ------------------------------------------------------------------------------------------------------------
 
-// --- threshold -------------------------------------------------------------------------------------------------------
-
-// Selected are the chunks whose key is above `key`, and of those whose key is equal the first `equal`.
-struct Threshold
+// Bins of equal width from `low` up; the last one is open.
+struct Range
 {
-    uint32_t key;
-    uint32_t equal;
+    uint64_t low;
+    int32_t shift; // log2 of a bin's width, at least kID_SHIFT
+    uint32_t top;  // the largest key
 };
 
-// Finds the bin that holds the wanted-th largest key; fewer are wanted where there are not so many, and none where
-// there is no key. Clears `other`. Returns how many are wanted.
-__device__ __forceinline__ uint32_t findBin(uint32_t const* bins, uint32_t* other, uint32_t wanted, Shared& shared)
+// Up to the last candidate with the key.
+__device__ __forceinline__ Range rangeTo(uint64_t low, uint32_t key)
+{
+    uint64_t const high = uint64_t{key} << 32 | 0xffffffffU;
+    return {low, max(kID_SHIFT, 64 - __clzll(static_cast<long long>(high - low)) - kBIN_BITS), key};
+}
+
+__device__ __forceinline__ void countIn(uint32_t* bins, Range range, uint64_t candidate)
+{
+    uint64_t const bin = (candidate - range.low) >> range.shift;
+    atomicAdd(bins + static_cast<uint32_t>(min(bin, uint64_t{kBINS - 1})), 1U);
+}
+
+// Finds the bin that holds the wanted-th best of what was counted; the last one where there are fewer, and none where
+// there is nothing. Clears the bins. Returns how many were counted.
+__device__ __forceinline__ uint32_t findBin(uint32_t* bins, uint32_t wanted, Shared& shared)
 {
     uint4 const four = reinterpret_cast<uint4 const*>(bins)[threadIdx.x];
-    reinterpret_cast<uint4*>(other)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    reinterpret_cast<uint4*>(bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
     uint32_t const own = four.x + four.y + four.z + four.w;
     uint32_t above = own; // then: of this and all higher lanes
 #pragma unroll
@@ -276,7 +287,7 @@ __device__ __forceinline__ uint32_t findBin(uint32_t const* bins, uint32_t* othe
     __syncthreads();
     uint32_t const all = countAll(shared.counts[0]);
     wanted = min(wanted, all);
-    // The keys above this thread's bins: of its higher lanes, and of all warps but this one and those before it.
+    // What is above this thread's bins: in its higher lanes, and in all warps but this one and those before it.
     above += all - countBefore(shared.counts[0]) - shared.counts[0][warpOf()] - own;
     uint32_t const sizes[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
@@ -291,49 +302,14 @@ __device__ __forceinline__ uint32_t findBin(uint32_t const* bins, uint32_t* othe
         above += sizes[k];
     }
     __syncthreads();
-    return wanted;
+    return all;
 }
 
-// Radix selection, digit by digit from the highest. `bins` holds the first histogram, and room for another. Lowers
-// `wanted` to the number of chunks that are no outliers.
-__device__ __forceinline__ Threshold findThreshold(
-    uint32_t const* keys, int32_t chunks, uint32_t* bins, uint32_t& wanted, Shared& shared)
+// Bins within the one that was found. What is above that one is counted in higher bins and so keeps its place.
+__device__ __forceinline__ Range within(Range range, Shared const& shared)
 {
-    wanted = findBin(bins, bins + kBINS, wanted, shared);
-    if (wanted == 0)
-    {
-        return {0, 0};
-    }
-    uint32_t low = shared.bin << kFIRST_SHIFT; // the lowest key of the bin
-    int32_t shift = kFIRST_SHIFT;
-    int32_t counted = 0; // the set of bins that was used last
-    while (shared.size != shared.rank && shift > 0)
-    {
-        uint32_t const rank = shared.rank;
-        int32_t const nextShift = shift == kFIRST_SHIFT ? kSECOND_SHIFT : 0;
-        counted = kBINS - counted;
-#pragma unroll 1
-        for (int32_t first = threadOf(); first < chunks; first += kTHREADS * kLOADS)
-        {
-            uint32_t loaded[kLOADS];
-            loadKeys(loaded, keys, first, kTHREADS, chunks);
-#pragma unroll
-            for (int32_t k = 0; k < kLOADS; ++k)
-            {
-                uint32_t const offset = loaded[k] - low; // of key 0: too large
-                if (offset >> shift == 0)
-                {
-                    atomicAdd(bins + counted + (offset >> nextShift), 1U);
-                }
-            }
-        }
-        __syncthreads();
-        findBin(bins + counted, bins + (kBINS - counted), rank, shared);
-        low += shared.bin << nextShift;
-        shift = nextShift;
-    }
-    // All of the bin: what is above the key before it (key 0 has no bin, so there is one).
-    return shared.size == shared.rank ? Threshold{low - 1, 0} : Threshold{low, shared.rank};
+    return {
+        range.low + (uint64_t{shared.bin} << range.shift), max(kID_SHIFT, range.shift - (kBIN_BITS - 1)), range.top};
 }
 
 } // namespace trtllm_shadowkv::kernels::ranking

@@ -1,5 +1,5 @@
+#include "kernels/decode/candidates.cuh"
 #include "kernels/decode/decode.h"
-#include "kernels/decode/ranking.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -18,113 +18,106 @@ constexpr uint32_t kNO_ENTRY = 0xffffffffU;
 static_assert(kSCORE_CHUNKS == kWARP, "a word of the bit map is one ballot");
 static_assert(kMAX_CACHE_SLOTS <= 1 << kSLOT_BITS && kMAX_TOKENS / kUNIT < (1 << (32 - kSLOT_BITS)) - 2);
 
-// Shared memory in words: Shared, two sets of bins (later chosen, slotOf, victims), bit map, ranks, keys where they
-// fit.
+// Shared memory: Shared; bins; the list, later chosen, slotOf and victims; a word an item: key of its best chunk, later
+// bit map of its selected chunks; half a word an item: the kept items, later the rank of its first selected chunk.
 __host__ __device__ constexpr int32_t wordsOf(int32_t chunks)
 {
-    return (chunks + kWARP - 1) / kWARP;
+    return (chunks + kSCORE_CHUNKS - 1) / kSCORE_CHUNKS;
 }
 
-__host__ __device__ constexpr int32_t tableWords(int32_t topK)
+__host__ __device__ constexpr int32_t bytesOf(int32_t chunks)
 {
-    return 3 * topK > 2 * kBINS ? 3 * topK : 2 * kBINS;
+    return static_cast<int32_t>(sizeof(Shared) + sizeof(uint32_t) * kBINS + sizeof(uint64_t) * kCANDIDATES)
+           + wordsOf(chunks) * static_cast<int32_t>(sizeof(uint32_t) + sizeof(uint16_t));
 }
 
-__host__ __device__ constexpr int32_t bytesWithoutKeys(int32_t topK, int32_t chunks)
+static_assert(bytesOf(kMAX_TOKENS / kUNIT) <= 99 * 1024, "of the smallest device");
+static_assert(3 * sizeof(int32_t) * kMAX_TOP_K <= sizeof(uint64_t) * kCANDIDATES);
+
+// --- bit map ---------------------------------------------------------------------------------------------------------
+
+// A warp takes a power of two of words.
+__device__ __forceinline__ int32_t warpShift(int32_t words)
 {
-    return static_cast<int32_t>(sizeof(Shared) + sizeof(uint32_t) * (tableWords(topK) + 2 * wordsOf(chunks)));
+    return kWARP - __clz((words + kWARPS - 1) / kWARPS - 1);
 }
 
-__host__ __device__ constexpr int32_t bytesWithKeys(int32_t topK, int32_t chunks)
+__device__ __forceinline__ void choose(uint64_t candidate, int32_t shift, uint32_t* bits, Shared& shared)
 {
-    return bytesWithoutKeys(topK, chunks) + static_cast<int32_t>(sizeof(uint32_t)) * chunks;
+    int32_t const chunk = chunkOf(candidate);
+    atomicOr(bits + chunk / kWARP, 1U << chunk % kWARP);
+    atomicAdd(&shared.counts[1][chunk / kWARP >> shift], 1U);
 }
 
-static_assert(bytesWithoutKeys(kMAX_TOP_K, kMAX_TOKENS / kUNIT) <= 99 * 1024, "of the smallest device");
-
-// Lanes of the mask below this one.
-__device__ __forceinline__ uint32_t onesBelow(uint32_t mask)
+// Bit map of the selected chunks, and how many there are in each warp's words.
+__device__ __forceinline__ void mark(
+    uint64_t const* list, Best const& best, int32_t shift, uint32_t* bits, Shared& shared)
 {
-    return ones(mask & ((1U << laneOf()) - 1U));
-}
-
-// Bit map of the selected chunks, the rank of the first one in each word, and the list of all in ascending order.
-__device__ __forceinline__ void mark(uint32_t const* keys, int32_t chunks, Threshold threshold, uint32_t* bits,
-    uint32_t* ranks, int32_t* chosen, int32_t* slotOf, Shared& shared)
-{
-    int32_t const words = wordsOf(chunks);
-    int32_t const perWarp = (words + kWARPS - 1) / kWARPS;
-    int32_t const begin = warpOf() * perWarp;
-    int32_t const end = min(begin + perWarp, words);
-    uint32_t above = 0;
-    uint32_t equal = 0;
 #pragma unroll 1
-    for (int32_t first = begin; first < end; first += kLOADS)
+    for (uint32_t i = threadIdx.x; i < best.listed; i += kTHREADS)
     {
-        uint32_t loaded[kLOADS];
-        loadKeys(loaded, keys, first * kWARP + laneOf(), kWARP, min(end * kWARP, chunks));
-        uint32_t aboveMask = 0;
-        uint32_t equalMask = 0;
-#pragma unroll
-        for (int32_t k = 0; k < kLOADS; ++k)
+        uint64_t const candidate = list[i];
+        if (candidate >= (best.isWhole ? best.low : best.high))
         {
-            uint32_t const higher = __ballot_sync(kFULL_WARP, loaded[k] > threshold.key);
-            uint32_t const same = __ballot_sync(kFULL_WARP, loaded[k] == threshold.key);
-            above += ones(higher);
-            equal += ones(same);
-            aboveMask = laneOf() == k ? higher : aboveMask;
-            equalMask = laneOf() == k ? same : equalMask;
+            choose(candidate, shift, bits, shared);
         }
-        if (laneOf() < min(kLOADS, end - first))
+        else if (candidate >= best.low)
         {
-            bits[first + laneOf()] = aboveMask;
-            ranks[first + laneOf()] = equalMask;
+            shared.few[atomicAdd(&shared.fews, 1U)] = candidate;
         }
-    }
-    if (laneOf() == 0)
-    {
-        shared.counts[0][warpOf()] = above;
-        shared.counts[1][warpOf()] = equal;
     }
     __syncthreads();
-    above = countBefore(shared.counts[0]);
-    equal = countBefore(shared.counts[1]);
+    if (best.isWhole)
+    {
+        return;
+    }
+    uint32_t const fews = shared.fews;
+    uint64_t const own = laneOf() < static_cast<int32_t>(fews) ? shared.few[laneOf()] : 0U;
+#pragma unroll 1
+    for (uint32_t i = static_cast<uint32_t>(warpOf()); i < fews; i += kWARPS)
+    {
+        uint64_t const candidate = shared.few[i];
+        uint32_t const above = ones(__ballot_sync(kFULL_WARP, own > candidate));
+        if (above < best.rank && laneOf() == 0)
+        {
+            choose(candidate, shift, bits, shared);
+        }
+    }
+    __syncthreads();
+}
+
+// The rank of the first selected chunk of each word, and the list of all in ascending order.
+__device__ __forceinline__ void expand(uint32_t const* bits, int32_t words, int32_t shift, uint16_t* ranks,
+    int32_t* chosen, int32_t* slotOf, Shared& shared)
+{
+    uint32_t before = countBefore(shared.counts[1]);
+    int32_t const begin = warpOf() << shift;
+    int32_t const end = min((warpOf() + 1) << shift, words);
+#pragma unroll 1
     for (int32_t first = begin; first < end; first += kWARP)
     {
         int32_t const word = first + laneOf();
         uint32_t selected = word < end ? bits[word] : 0U;
-        uint32_t ties = word < end ? ranks[word] : 0U;
-        // Two counts up to 1024 in one register.
-        uint32_t const own = ones(selected) | ones(ties) << 16;
-        uint32_t sum = own;
+        uint32_t sum = ones(selected);
+        uint32_t rank = before - sum;
 #pragma unroll
         for (int32_t offset = 1; offset < kWARP; offset *= 2)
         {
             uint32_t const lower = __shfl_up_sync(kFULL_WARP, sum, offset);
             sum += laneOf() >= offset ? lower : 0U;
         }
-        uint32_t const tiesBefore = min(equal + ((sum - own) >> 16), threshold.equal);
-        uint32_t rank = above + ((sum - own) & 0xffffU) + tiesBefore;
-        uint32_t const keep = threshold.equal - tiesBefore;
-        ties = keep == 0 ? 0U : ties;
-        while (ones(ties) > keep)
-        {
-            ties ^= 0x80000000U >> __clz(static_cast<int32_t>(ties));
-        }
-        selected |= ties;
+        rank += sum;
+        before += __shfl_sync(kFULL_WARP, sum, kWARP - 1);
         if (word < end)
         {
-            bits[word] = selected;
-            ranks[word] = rank;
+            ranks[word] = static_cast<uint16_t>(rank);
         }
+#pragma unroll 1
         for (; selected != 0; selected &= selected - 1, ++rank)
         {
             chosen[rank] = word * kWARP + __ffs(static_cast<int32_t>(selected)) - 1;
             slotOf[rank] = -1;
         }
-        sum = __shfl_sync(kFULL_WARP, sum, kWARP - 1);
-        above += sum & 0xffffU;
-        equal += sum >> 16;
     }
     __syncthreads();
 }
@@ -155,13 +148,26 @@ __device__ __forceinline__ void prefetchOrder(Cache const& cache)
     }
 }
 
-// Looks the chosen chunks up: each entry of the order tests its chunk's bit. The first entries that are not hit give
-// their slots to the misses; the others move to the front, and the chosen chunks follow. Returns the hits.
-__device__ __forceinline__ int32_t lookUp(Cache const& cache, int2* result, int32_t chunks, int32_t count,
-    uint32_t const* bits, uint32_t const* ranks, int32_t const* chosen, int32_t* slotOf, int32_t* victims,
-    Shared& shared)
+// The entries of the order that a thread looks at: `first` to first + kORDER_GROUP of its own. A warp takes neighbours.
+__device__ __forceinline__ void loadOrder(int2 (&loaded)[kORDER_GROUP], Cache const& cache, int32_t first)
 {
-    // A warp takes neighbouring entries. All are in registers before the first is written.
+    int32_t const tiles = (cache.slots + kTHREADS - 1) / kTHREADS;
+#pragma unroll
+    for (int32_t k = 0; k < kORDER_GROUP; ++k)
+    {
+        int32_t const i = (warpOf() * tiles + first + k) * kWARP + laneOf();
+        loaded[k] = first + k < tiles && i < cache.slots ? cache.order[i] : make_int2(-1, -1);
+    }
+}
+
+// Looks the chosen chunks up: each entry of the order tests its chunk's bit. The first entries that are not hit give
+// their slots to the misses; the others move to the front, and the chosen chunks follow. `loaded` holds the first group
+// of entries. Returns the hits.
+__device__ __forceinline__ int32_t lookUp(Cache const& cache, int2 (&loaded)[kORDER_GROUP], int2* result,
+    int32_t chunks, int32_t count, uint32_t const* bits, uint16_t const* ranks, int32_t const* chosen, int32_t* slotOf,
+    int32_t* victims, Shared& shared)
+{
+    // All are in registers before the first is written.
     int32_t const tiles = (cache.slots + kTHREADS - 1) / kTHREADS;
     uint32_t entries[kORDER_LOADS];
     uint32_t others = 0;
@@ -172,13 +178,9 @@ __device__ __forceinline__ int32_t lookUp(Cache const& cache, int2* result, int3
         {
             break;
         }
-        int2 loaded[kORDER_GROUP];
-#pragma unroll
-        for (int32_t k = 0; k < kORDER_GROUP; ++k)
+        if (group > 0)
         {
-            int32_t const i = (warpOf() * tiles + group + k) * kWARP + laneOf();
-            bool const inside = group + k < tiles && i < cache.slots;
-            loaded[k] = inside ? cache.order[i] : make_int2(-1, -1);
+            loadOrder(loaded, cache, group);
         }
 #pragma unroll
         for (int32_t k = 0; k < kORDER_GROUP; ++k)
@@ -277,13 +279,14 @@ __device__ __forceinline__ int32_t lookUp(Cache const& cache, int2* result, int3
 
 // One block a KV head (x) of a batch row (y).
 template <int32_t kVECTOR>
-__global__ void __launch_bounds__(kTHREADS, 2) selectKernel(
-    __grid_constant__ View const view, int32_t layer, int32_t* selection, int32_t begin, int32_t sharedBytes)
+__global__ void __launch_bounds__(kTHREADS, 2)
+    selectKernel(__grid_constant__ View const view, int32_t layer, int32_t* selection, int32_t begin)
 {
     extern __shared__ uint4 sharedMemory[];
     Shared& shared = *reinterpret_cast<Shared*>(sharedMemory);
-    uint32_t* const tables = reinterpret_cast<uint32_t*>(&shared + 1);
-    int32_t* const chosen = reinterpret_cast<int32_t*>(tables); // once the bins are no longer needed
+    uint32_t* const bins = reinterpret_cast<uint32_t*>(&shared + 1);
+    uint64_t* const list = reinterpret_cast<uint64_t*>(bins + kBINS);
+    int32_t* const chosen = reinterpret_cast<int32_t*>(list); // once the list is no longer needed
 
     int32_t const b = begin + static_cast<int32_t>(blockIdx.y);
     int32_t const h = static_cast<int32_t>(blockIdx.x);
@@ -292,33 +295,44 @@ __global__ void __launch_bounds__(kTHREADS, 2) selectKernel(
     int32_t const chunks = step.row.published;
     int32_t const items = step.scoreItems;
     int32_t const itemsBefore = step.scoreBegin;
+    uint32_t const wanted = static_cast<uint32_t>(step.row.topK);
     uint32_t count = 0;
     int32_t hits = 0;
     if (step.row.sealedRow >= 0 && chunks > 0)
     {
         prefetchOrder(cacheOf(view, layer, step.row.sealedRow, h));
-        reinterpret_cast<uint4*>(tables)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+        reinterpret_cast<uint4*>(bins)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+        if (threadIdx.x < kWARPS)
+        {
+            shared.counts[1][threadIdx.x] = 0;
+        }
+        if (threadIdx.x == 0)
+        {
+            shared.kept = 0;
+            shared.listed = 0;
+            shared.fews = 0;
+        }
 
         size_t const item
             = size_t{static_cast<uint32_t>(itemsBefore)} * view.kvHeads + size_t{static_cast<uint32_t>(h)} * items;
-        sumHeads(view.logitSums + item * view.logitStride * 2, items, view.logitStride, view.group,
-            reinterpret_cast<float2*>(tables + kBINS), shared);
-        uint32_t* const bits = tables + tableWords(view.topK);
-        uint32_t* const ranks = bits + wordsOf(chunks);
-        float* const logits = view.logits + item * kSCORE_CHUNKS * view.logitStride;
-        bool const keysInShared = bytesWithKeys(view.topK, chunks) <= sharedBytes;
-        uint32_t* const keys = keysInShared ? ranks + wordsOf(chunks) : reinterpret_cast<uint32_t*>(logits);
-        makeKeys<kVECTOR>(logits, view.logitStride, chunks, shared.logSums, keys, keysInShared, tables);
-
-        count = static_cast<uint32_t>(step.row.topK);
-        Threshold const threshold = findThreshold(keys, chunks, tables, count, shared);
+        Sums const sums{view.logitSums + item * view.logitStride * 2, items, view.logitStride, view.group,
+            kWARP - __clz(view.group - 1)};
+        uint32_t* const bits = reinterpret_cast<uint32_t*>(list + kCANDIDATES);
+        uint16_t* const ranks = reinterpret_cast<uint16_t*>(bits + items);
+        Best const best = findBest<kVECTOR>(
+            sums, view.logits + item * kSCORE_CHUNKS * view.logitStride, wanted, {bins, list, bits, ranks}, shared);
+        count = best.wanted;
         if (count > 0)
         {
-            int32_t* const slotOf = chosen + view.topK;
-            mark(keys, chunks, threshold, bits, ranks, chosen, slotOf, shared);
             // Made again: registers are short in between.
-            Cache const cache = cacheOf(view, layer, step.row.sealedRow, h);
-            hits = lookUp(cache, reinterpret_cast<int2*>(view.entries + pair * static_cast<uint32_t>(view.topK)),
+            Cache const cache = cacheOf(view, layer, view.steps[b].row.sealedRow, h);
+            int2 order[kORDER_GROUP]; // on their way while the bit map is made
+            loadOrder(order, cache, 0);
+            int32_t const shift = warpShift(items);
+            mark(list, best, shift, bits, shared);
+            int32_t* const slotOf = chosen + view.topK;
+            expand(bits, items, shift, ranks, chosen, slotOf, shared);
+            hits = lookUp(cache, order, reinterpret_cast<int2*>(view.entries + pair * static_cast<uint32_t>(view.topK)),
                 chunks, static_cast<int32_t>(count), bits, ranks, chosen, slotOf, slotOf + view.topK, shared);
         }
     }
@@ -351,16 +365,15 @@ cudaError_t launch(View const& view, int32_t layer, int32_t* selection, int32_t 
         return error;
     }
     dim3 const grid(static_cast<uint32_t>(view.kvHeads), static_cast<uint32_t>(end - begin));
-    selectKernel<kVECTOR><<<grid, kTHREADS, sharedBytes, stream>>>(view, layer, selection, begin, sharedBytes);
+    selectKernel<kVECTOR><<<grid, kTHREADS, sharedBytes, stream>>>(view, layer, selection, begin);
     return cudaGetLastError();
 }
 
 } // namespace
 
-int32_t selectSharedBytes(View const& view, int32_t chunks, int32_t limit)
+int32_t selectSharedBytes(View const& /*view*/, int32_t chunks, int32_t /*limit*/)
 {
-    int32_t const all = bytesWithKeys(view.topK, chunks);
-    return all <= limit ? all : bytesWithoutKeys(view.topK, chunks);
+    return bytesOf(chunks);
 }
 
 cudaError_t selectChunks(View const& view, int32_t layer, int32_t* selection, int32_t begin, int32_t end,

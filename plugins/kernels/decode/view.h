@@ -11,14 +11,14 @@
 namespace trtllm_shadowkv::kernels
 {
 
-inline constexpr int32_t kUNIT = 8;               // tokens
-inline constexpr int32_t kLIVE_PAGE_TOKENS = 128; // tokens that share one page of live keys and values
+inline constexpr int32_t kUNIT = 8;                 // tokens
+inline constexpr int32_t kLIVE_PAGE_TOKENS = 128;   // tokens that share one page of live keys and values
 inline constexpr int32_t kSEALED_PAGE_TOKENS = 512; // tokens that share one page of A, landmarks and scales
-inline constexpr int32_t kSCORE_CHUNKS = 32;      // chunks that one warp scores: one word of the outlier bit map
-inline constexpr int32_t kSPLIT_TOKENS = 256;     // tokens of one partial attention (live tokens: or a multiple)
-inline constexpr int32_t kMAX_LIVE_SPLITS = 128;  // partial attentions over the live tokens of a row and head
+inline constexpr int32_t kSCORE_CHUNKS = 32;        // chunks that one warp scores: one word of the outlier bit map
+inline constexpr int32_t kSPLIT_TOKENS = 256;       // tokens of one partial attention (live tokens: or a multiple)
+inline constexpr int32_t kMAX_LIVE_SPLITS = 128;    // partial attentions over the live tokens of a row and head
 
-inline constexpr int32_t kMAX_GROUP_HEADS = 16;   // query heads a KV head
+inline constexpr int32_t kMAX_GROUP_HEADS = 16; // query heads a KV head
 inline constexpr int32_t kMAX_KV_HEADS = 32;
 inline constexpr int32_t kMAX_RANK = 512;
 inline constexpr int32_t kMAX_TOP_K = 2048;
@@ -45,13 +45,13 @@ enum class Format : int32_t
 // One sequence; lives in device memory, indexed by slot. Written between steps by the state, in a step by the prologue.
 struct Row
 {
-    int32_t length;     // tokens, the current one included
-    int32_t published;  // sealed chunks that may be selected; 0 for a dense row
-    int32_t sealing;    // chunk that is sealed in this step, -1: none
-    int32_t sealedRow;  // index into what only sealed rows have; -1: a dense row
-    int32_t topK;       // chunks to select a KV head, 1 to View::topK
-    int32_t outliers;   // outlier chunks of each KV head, 0 to View::outliers
-    int32_t ring;       // entries of its table of live pages: page of token p is entry (p / 128) % ring
+    int32_t length;      // tokens, the current one included
+    int32_t published;   // sealed chunks that may be selected; 0 for a dense row
+    int32_t sealing;     // chunk that is sealed in this step, -1: none
+    int32_t sealedRow;   // index into what only sealed rows have; -1: a dense row
+    int32_t topK;        // chunks to select a KV head, 1 to View::topK
+    int32_t outliers;    // outlier chunks of each KV head, 0 to View::outliers
+    int32_t ring;        // entries of its table of live pages: page of token p is entry (p / 128) % ring
     int32_t valueStride; // chunks from one KV head's values to the next one's in its value region
 };
 
@@ -64,8 +64,10 @@ struct StepRow
     int32_t scoreBegin;  // sum of scoreItems of the batch rows before b
     int32_t liveTokens;  // tokens in live pages that are attended: length - published * C
     int32_t splitTokens; // tokens of one of its live splits: kSPLIT_TOKENS times a power of two
-    int32_t liveSplits;  // ceil(liveTokens / splitTokens), at most kMAX_LIVE_SPLITS
-    int32_t liveBegin;   // sum of liveSplits of the batch rows before b
+    int32_t
+        liveSplits; // liveTokens / splitTokens, rounded, at least 1 where there are any; at most kMAX_LIVE_SPLITS. The
+                    // last one takes what is left
+    int32_t liveBegin; // sum of liveSplits of the batch rows before b
 };
 
 // A selected chunk and its slot in the chunk cache.
@@ -105,13 +107,13 @@ struct View
     Format landmarkFormat;
     Format valueFormat;
     int32_t layers;
-    int32_t heads;   // Hq
-    int32_t kvHeads; // H
-    int32_t group;   // G = Hq / H, 1 to kMAX_GROUP_HEADS
-    int32_t headSize; // D: 64, 96 or 128
-    int32_t chunkSize; // C: 8 or 16
+    int32_t heads;      // Hq
+    int32_t kvHeads;    // H
+    int32_t group;      // G = Hq / H, 1 to kMAX_GROUP_HEADS
+    int32_t headSize;   // D: 64, 96 or 128
+    int32_t chunkSize;  // C: 8 or 16
     int32_t chunkShift; // log2(C)
-    int32_t rank;     // r: multiple of 16
+    int32_t rank;       // r: multiple of 16
     int32_t topK;
     int32_t outliers;
     int32_t window;     // W, multiple of C
@@ -128,13 +130,14 @@ struct View
     float scale; // of scores: 1 / sqrt(D)
 
     // Rows
-    Row* rows;             // [slots]
-    int32_t* liveTable;    // [slots, liveTableStride] page ids
-    int32_t* sealedTable;  // [slots, sealedTableStride] page ids; page of chunk c: entry c * C / 512
-    uint64_t* valueRegion; // [slots, layers] device address of a layer's values: [H, valueStride] chunks, pinned host or GPU
-    Counters* counters;    // [slots]
-    Residual* residuals;   // [slots, layers]
-    uint32_t* fault;       // [1]
+    Row* rows;            // [slots]
+    int32_t* liveTable;   // [slots, liveTableStride] page ids
+    int32_t* sealedTable; // [slots, sealedTableStride] page ids; page of chunk c: entry c * C / 512
+    uint64_t*
+        valueRegion; // [slots, layers] device address of a layer's values: [H, valueStride] chunks, pinned host or GPU
+    Counters* counters;  // [slots]
+    Residual* residuals; // [slots, layers]
+    uint32_t* fault;     // [1]
 
     // Live pages, [layers, livePages], each K [H, 128, D] T post-RoPE, then V [H, 16 units, D, 8 tokens] T
     void* live;
@@ -146,32 +149,33 @@ struct View
     uint32_t* excluded;    // [layers, sealedPages, H, 512 / C / 32] bit j of a word: chunk 32 * word + j is an outlier
 
     // Sealed rows
-    void* factorB;         // [layers, sealedRows, H * D, r] T: the transpose of B
-    float* centres;        // [layers, sealedRows, H, D]: mean of the prompt's landmarks; null unless landmarks are e4m3
-    int32_t* outlierIds;   // [layers, sealedRows, H, outliers] ascending
-    void* outlierKeys;     // [layers, sealedRows, H, outliers * C, D] T, exact
-    void* outlierValues;   // [layers, sealedRows, H, outliers * C / 8 units, D, 8] T, exact
-    void* cacheKeys;       // [layers, sealedRows, H, cacheSlots, C, D] T, rebuilt, post-RoPE
-    void* cacheValues;     // [layers, sealedRows, H, cacheSlots] chunks of values
-    Entry* cacheOrder;     // [layers, sealedRows, H, cacheSlots] every slot once, least recently used first; chunk -1: free
+    void* factorB;       // [layers, sealedRows, H * D, r] T: the transpose of B
+    float* centres;      // [layers, sealedRows, H, D]: mean of the prompt's landmarks; null unless landmarks are e4m3
+    int32_t* outlierIds; // [layers, sealedRows, H, outliers] ascending
+    void* outlierKeys;   // [layers, sealedRows, H, outliers * C, D] T, exact
+    void* outlierValues; // [layers, sealedRows, H, outliers * C / 8 units, D, 8] T, exact
+    void* cacheKeys;     // [layers, sealedRows, H, cacheSlots, C, D] T, rebuilt, post-RoPE
+    void* cacheValues;   // [layers, sealedRows, H, cacheSlots] chunks of values
+    Entry* cacheOrder; // [layers, sealedRows, H, cacheSlots] every slot once, least recently used first; chunk -1: free
 
     // RoPE: angle of token p and frequency i is turn[p / 8][i] times step[p % 8][i] as complex numbers (cos, sin)
     float* ropeTurns; // [ceil(maximal tokens / 8), D / 2, 2]
     float* ropeSteps; // [8, D / 2, 2]
 
     // One step
-    StepRow* steps;      // [maxBatch]
+    StepRow* steps; // [maxBatch]
     // One layer of one step
-    float* logits;       // scaled scores, [sum of scoreItems * H * 32 chunks, logitStride]; batch row b, KV head h, chunk c:
-                         // index (scoreBegin * H + h * scoreItems) * 32 + c. NaN: an outlier or past the end; a NaN score is -inf
-    float* logitSums;    // [sum of scoreItems * H, logitStride, 2]: maximum over the item's chunks that may be selected, and
-                         // sum of exp(logit - maximum); (-inf, 0) where there is none
+    float* logits; // scaled scores, [sum of scoreItems * H * 32 chunks, logitStride]; batch row b, KV head h, chunk c:
+    // index (scoreBegin * H + h * scoreItems) * 32 + c. NaN: an outlier or past the end; a NaN score is -inf
+    float*
+        logitSums; // [sum of scoreItems * H, logitStride, 2]: maximum over the item's chunks that may be selected, and
+                   // sum of exp(logit - maximum); (-inf, 0) where there is none
     int32_t logitStride; // G rounded up to an even number
     int32_t* hitCounts;  // [maxBatch, H]
     int32_t* missCounts; // [maxBatch, H]
     Entry* entries;      // [maxBatch, H, topK]: the hits in chunk order, then the misses in chunk order
-    float* partials;     // [partial, G, D + 2]: of one query head the unnormalised output O[D], maximum m of its scores,
-                         // l = sum of exp(score - m); O = sum of exp(score - m) * value. Nothing attended: zeros, m = -inf
+    float* partials; // [partial, G, D + 2]: of one query head the unnormalised output O[D], maximum m of its scores,
+                     // l = sum of exp(score - m); O = sum of exp(score - m) * value. Nothing attended: zeros, m = -inf
 };
 
 // Values of a chunk of one KV head: C / 8 units, each [D][8 tokens], in valueFormat. The same bytes on the host, in the
