@@ -47,12 +47,14 @@ on_gpu = TRTLLM_SHADOWKV_LIBRARY=$(gpu_library) $(PYTHON) -m
 test-gpu: $(gpu_library) | check
 	$(on_gpu) pytest -q -m gpu $(PYTEST)
 
-# Racecheck and memcheck of our own kernels; initcheck besides. Each stops at the first fault.
+# memcheck and racecheck watch our kernels alone; initcheck has to see who else writes memory. The first fault ends it.
+sanitize = TRTLLM_SHADOWKV_LIBRARY=$(gpu_library) compute-sanitizer --error-exitcode 9 --tool
+reduced = $(PYTHON) -m pytest -q -p no:cacheprovider tests/plugins/gpu/test_reduced.py
+
 sanitize-gpu: $(gpu_library) | check
-	for tool in memcheck racecheck initcheck; do \
-	    TRTLLM_SHADOWKV_LIBRARY=$(gpu_library) compute-sanitizer --tool $$tool --error-exitcode 9 \
-	        --kernel-regex kns=trtllm_shadowkv $(PYTHON) -m pytest -q -p no:cacheprovider tests/plugins/gpu/test_reduced.py; \
-	done
+	$(sanitize) memcheck --kernel-regex kns=trtllm_shadowkv $(reduced)
+	$(sanitize) racecheck --kernel-regex kns=trtllm_shadowkv $(reduced)
+	$(sanitize) initcheck $(reduced)
 
 bench-kernels: $(gpu_library) | check
 	$(on_gpu) trtllm_shadowkv.bench.kernels --output docs/results/kernels-h200.json

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import re
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.profiler
-from torch import Tensor
 
-from trtllm_shadowkv.bench.report import report, write
+from trtllm_shadowkv.bench.gpu_baselines import copy_bandwidth, dense_baseline, microseconds, torch_stages
+from trtllm_shadowkv.bench.report import report
 from trtllm_shadowkv.bench.synthetic import (
     CHUNK,
     HEAD_SIZE,
@@ -42,53 +44,6 @@ CACHES = (
     ("lru4k", 4, "text"),
 )
 Rows = list[dict[str, Any]]
-
-
-def microseconds(stream: torch.cuda.Stream, work: Callable[[], None], repeats: int = 7) -> float:
-    """Median time of one replay of ``work``, captured as a graph on ``stream``."""
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    times: list[float] = []
-    with torch.cuda.stream(stream):
-        for _ in range(repeats + 1):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            stream.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times[1:])
-
-
-def copy_bandwidth() -> float:
-    """Bytes a second of a large copy inside the GPU, read and written bytes counted."""
-    source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
-    target = torch.empty_like(source)
-
-    times: list[float] = []
-    for _ in range(6):  # not in a graph, where copies are left to a slower copy engine
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return 2 * source.nbytes / statistics.median(times[1:])
-
-
-def dense_baseline(batch: int, context: int) -> float:
-    """Microseconds of torch's attention over dense bfloat16 keys and values."""
-    q = torch.randn(batch, HEADS, 1, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
-    kv = [torch.randn(batch, KV_HEADS, context, HEAD_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-
-    def work() -> None:
-        for _ in range(8):
-            torch.nn.functional.scaled_dot_product_attention(q, kv[0], kv[1], enable_gqa=True)
-
-    work()
-    return microseconds(torch.cuda.Stream(), work) / 8
 
 
 def measure_layer(rows: SyntheticRows) -> tuple[float, float]:
@@ -173,38 +128,6 @@ def stage_times(rows: SyntheticRows, copy: float, link: float) -> Rows:
         row = {"kernel": name, "batch": b, "context": case.context, "values": case.values, "landmarks": case.landmarks}
         found.append(row | {"microseconds": time, "bytes": size, "share_of_limit": size / time * 1e6 / limits[name]})
     return found
-
-
-def torch_stages(batch: int, context: int) -> dict[str, float]:
-    """Microseconds of torch's own operations for scoring (bf16 landmarks), for softmax and top-k, for attention over
-    the sparse budget."""
-    n, g = context // CHUNK, HEADS // KV_HEADS
-    q = torch.randn(batch * KV_HEADS, g, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
-    marks = torch.randn(batch * KV_HEADS, HEAD_SIZE, n, device="cuda", dtype=torch.bfloat16)
-    scores = torch.randn(batch * KV_HEADS, g, n, device="cuda")
-    tokens = (TOP_K + OUTLIERS) * CHUNK + WINDOW
-    query = torch.randn(batch, HEADS, 1, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
-    keys = torch.randn(batch, KV_HEADS, tokens, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
-    stream = torch.cuda.Stream()
-
-    def attend() -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(query, keys, keys, enable_gqa=True)
-
-    works: dict[str, Callable[[], Any]] = {
-        "score": lambda: q @ marks,
-        "select": lambda: scores.softmax(-1).amax(1).topk(TOP_K),
-        "attend": attend,
-    }
-    times = {}
-    for name, work in works.items():
-        work()
-
-        def repeated(work: Callable[[], Any] = work) -> None:
-            for _ in range(8):
-                work()
-
-        times[name] = microseconds(stream, repeated) / 8
-    return times
 
 
 def overlap(rows: SyntheticRows) -> dict[str, float]:
@@ -292,6 +215,12 @@ def seal_cost(rows: SyntheticRows) -> dict[str, float]:
     return {"sealing": sealing, "other": other, "share": max(0.0, sealing - other) / CHUNK / other}
 
 
+def as_json(head: dict[str, Any], rows: Rows) -> str:
+    """One row a line."""
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 24])
@@ -308,9 +237,10 @@ def main() -> None:
     link = 1e9 * library.measure_link(0, 2048, 1 << 30)
     found: Rows = []
     device = library.device_info(0)
-    data = report("make bench-kernels", found)
+    data = report("make bench-kernels", None)
+    del data["results"]
     data |= {"gpu": device.name, "copy_gigabytes_per_second": copy / 1e9, "link_gigabytes_per_second": link / 1e9}
-    data["cuda"] = {"driver": device.driver_version, "runtime": device.runtime_version}
+    data["versions"] |= {"driver": device.driver_version, "cuda": device.runtime_version}
     cases = [(b, s) for s in sorted(o.contexts, reverse=True) for b in sorted(o.batches, reverse=True)]
     if 1 in o.batches and len(o.contexts) > 1:
         cases.append((1, 131_072))
@@ -344,8 +274,9 @@ def main() -> None:
                             found += stage_times(rows, copy, link)
                             found.append({"kernel": "seal"} | side | seal_cost(rows))
             found.append({"kernel": "torch", "batch": b, "context": s} | torch_stages(b, s))
-            data["results"] = found
-            write(data, o.output)  # after each case, so that a run that is cut short leaves what it has
+            if o.output:  # after each case, so that a run that is cut short leaves what it has
+                Path(o.output).write_text(as_json(data, found), encoding="utf-8")
+    print(as_json(data, [row for row in found if row["kernel"] == "layer"]))
 
 
 if __name__ == "__main__":
