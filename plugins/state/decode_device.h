@@ -23,13 +23,6 @@ inline void requireStream(cudaStream_t stream)
     }
 }
 
-inline int32_t deviceAttribute(cudaDeviceAttr attribute, int32_t device)
-{
-    int value = 0;
-    TSK_CUDA(cudaDeviceGetAttribute(&value, attribute, device));
-    return value;
-}
-
 inline int greatestPriority()
 {
     int least = 0;
@@ -44,9 +37,7 @@ struct DecodeState::Device
     // Sets the view's addresses. `maxChunks`: published chunks of a row at most.
     Device(kernels::View& view, tsk_state_config const& config, int32_t maxChunks)
         : memory(view, config.inverse_frequencies, config.max_tokens),
-          selectBytes(kernels::selectSharedBytes(
-              view, maxChunks, deviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, config.device))),
-          select(greatestPriority()), fetch(greatestPriority())
+          selectBytes(kernels::selectSharedBytes(maxChunks)), select(greatestPriority()), fetch(greatestPriority())
     {
     }
 

@@ -35,8 +35,8 @@ cudaError_t sealChunks(View const& view, int32_t layer, int32_t batch, cudaStrea
 cudaError_t scoreLandmarks(
     View const& view, int32_t layer, void const* q, int32_t begin, int32_t end, int32_t blocks, cudaStream_t stream);
 
-// Bytes of shared memory that selectChunks wants for rows of `chunks` chunks where the device has `limit`.
-int32_t selectSharedBytes(View const& view, int32_t chunks, int32_t limit);
+// Bytes of shared memory that selectChunks wants for rows of up to `chunks` chunks: at most 99 KB.
+int32_t selectSharedBytes(int32_t chunks);
 
 // The topK best chunks of every KV head by max over its query heads of logit - log-sum-exp(logits); ties take the lower
 // id. A head whose log-sum-exp is not finite, and a score that is not a number, count as -inf. Looks them up in the
@@ -48,7 +48,7 @@ cudaError_t selectChunks(View const& view, int32_t layer, int32_t* selection, in
     int32_t sharedBytes, cudaStream_t stream);
 
 // Values of the missing chunks from the value region into the chunk cache, rows and heads in order, chunks ascending.
-//   blocks  blocks of 512 threads; 8 fill a PCIe gen5 x16 link
+//   blocks  blocks of 1,024 threads, one a multiprocessor; 8 fill a PCIe gen5 x16 link
 cudaError_t fetchValues(
     View const& view, int32_t layer, int32_t begin, int32_t end, int32_t blocks, cudaStream_t stream);
 

@@ -371,7 +371,7 @@ cudaError_t launch(View const& view, int32_t layer, int32_t* selection, int32_t 
 
 } // namespace
 
-int32_t selectSharedBytes(View const& /*view*/, int32_t chunks, int32_t /*limit*/)
+int32_t selectSharedBytes(int32_t chunks)
 {
     return bytesOf(chunks);
 }
