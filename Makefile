@@ -3,7 +3,7 @@
 # make venv    only the virtual environment, with what builds the package
 # make test-gpu, sanitize-gpu, bench-kernels    on a machine with a GPU: its CMake and CUDA toolkit, and PYTHON's torch and pytest
 #
-# PYTHON=python3.12 VENV=.venv INSTALLER=auto|uv|pip
+# PYTHON=python3.12 VENV=.venv INSTALLER=auto|uv|pip PYTEST="-n 10" (of test-gpu, with pytest-xdist)
 
 PYTHON ?= python3
 VENV ?= .venv
