@@ -53,6 +53,14 @@ def quantise(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
+def outlier_words(ids: Tensor, chunks: int) -> Tensor:
+    """Bit maps of outlier chunks as ``excluded`` has them: ids [H, o] below ``chunks`` -> [H, ⌈chunks/32⌉] int32."""
+    bits = torch.zeros(len(ids), -(-chunks // 32) * 32, dtype=torch.int64, device=ids.device)
+    bits.scatter_(1, ids.long(), 1)
+    words = (bits.unflatten(1, (-1, 32)) << torch.arange(32, device=ids.device)).sum(2)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
 class CudaMemory:
     """Every pool of a state; layouts are those of ``plugins/kernels/decode/view.h``.
 

@@ -12,22 +12,25 @@ from torch import Tensor
 from trtllm_shadowkv.bench.synthetic import CHUNK, HEAD_SIZE, HEADS, KV_HEADS, OUTLIERS, TOP_K, WINDOW
 
 
+def elapsed(stream: torch.cuda.Stream, work: Callable[[], Any]) -> float:
+    """Microseconds of what ``work`` puts on ``stream``; waits for it."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream):
+        begin.record(stream)
+        work()
+        end.record(stream)
+    stream.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds * 1e3
+
+
 def microseconds(stream: torch.cuda.Stream, work: Callable[[], None], repeats: int = 7) -> float:
     """Median time of one replay of ``work``, captured as a graph on ``stream``."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
         work()
-    times: list[float] = []
-    with torch.cuda.stream(stream):
-        for _ in range(repeats + 1):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            stream.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times[1:])
+    return statistics.median([elapsed(stream, graph.replay) for _ in range(repeats + 1)][1:])
 
 
 def copy_bandwidth() -> float:
@@ -35,15 +38,9 @@ def copy_bandwidth() -> float:
     source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
     target = torch.empty_like(source)
 
-    times: list[float] = []
-    for _ in range(6):  # not in a graph, where copies are left to a slower copy engine
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        target.copy_(source)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return 2 * source.nbytes / statistics.median(times[1:])
+    # Not in a graph, where copies are left to a slower copy engine.
+    times = [elapsed(torch.cuda.current_stream(), lambda: target.copy_(source)) for _ in range(6)]
+    return 2 * source.nbytes / statistics.median(times[1:]) * 1e6
 
 
 def dense_baseline(batch: int, context: int) -> float:

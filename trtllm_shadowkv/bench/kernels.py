@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.profiler
 
-from trtllm_shadowkv.bench.gpu_baselines import copy_bandwidth, dense_baseline, microseconds, torch_stages
+from trtllm_shadowkv.bench.gpu_baselines import copy_bandwidth, dense_baseline, elapsed, microseconds, torch_stages
 from trtllm_shadowkv.bench.report import report
 from trtllm_shadowkv.bench.synthetic import (
     CHUNK,
@@ -48,37 +48,19 @@ Rows = list[dict[str, Any]]
 
 def measure_layer(rows: SyntheticRows) -> tuple[float, float]:
     """Microseconds of a layer in a step, and the hit rate, over MEASURED steps after WARM_UP steps."""
-    layers = range(rows.case.layers)
-    with torch.cuda.stream(rows.stream):
-        for step, layer in itertools.product(range(WARM_UP), layers):
-            rows.layer(step, layer)
-
-    def work() -> None:
-        for step, layer in itertools.product(range(WARM_UP, WARM_UP + MEASURED), layers):
-            rows.layer(step, layer)
-
-    # The first replay continues the drift; later ones would jump back, so each is warmed up again.
+    rows.run(range(1))  # kernels are loaded before one is captured
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=rows.stream):
-        work()
+        rows.run(range(WARM_UP, WARM_UP + MEASURED))
     times = []
     hits = misses = 0
-    for repeat in range(5):
-        with torch.cuda.stream(rows.stream):
-            if repeat:
-                for step, layer in itertools.product(range(WARM_UP), layers):
-                    rows.layer(step, layer)
-            rows.stream.synchronize()
-            before = rows.lookups()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(rows.stream)
-            graph.replay()
-            end.record(rows.stream)
-            rows.stream.synchronize()
+    for _ in range(5):
+        rows.run(range(WARM_UP))  # each time, because going back to the first step is a jump of the drift
+        before = rows.lookups()
+        times.append(elapsed(rows.stream, graph.replay) / (MEASURED * rows.case.layers))
         after = rows.lookups()
         hits, misses = hits + after[0] - before[0], misses + after[1] - before[1]
-        times.append(begin.elapsed_time(end) * 1e3 / (MEASURED * len(layers)))
     return statistics.median(times[1:]), hits / max(1, hits + misses)
 
 
@@ -162,15 +144,12 @@ def timeline(rows: SyntheticRows) -> list[tuple[str, int, float, float]]:
 
     The queries take two new steps, so that chunks are missing as in any other step; the last layer is reported.
     """
-    steps = (WARM_UP // 2, WARM_UP // 2 + 1)
-    with torch.cuda.stream(rows.stream):
-        for step, layer in itertools.product(range(steps[0]), range(rows.case.layers)):
-            rows.layer(step, layer)
+    steps = range(WARM_UP // 2, WARM_UP // 2 + 2)
+    rows.run(range(steps.start))
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=rows.stream):
-        for step, layer in itertools.product(steps, range(rows.case.layers)):
-            rows.layer(step, layer)
+        rows.run(steps)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         graph.replay()
         torch.cuda.synchronize()
@@ -203,13 +182,9 @@ def seal_cost(rows: SyntheticRows) -> dict[str, float]:
         row = state.row(0)
         with torch.cuda.stream(stream):
             rows.positions += 1
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record(stream)
-            graph.replay()
-            end.record(stream)
-            stream.synchronize()
+        time = elapsed(stream, graph.replay)
         seals = state.config.sealed_chunks(row.length + 1) > row.published
-        times[seals].append(begin.elapsed_time(end) * 1e3 / case.layers)
+        times[seals].append(time / case.layers)
     assert state.fault(stream.cuda_stream) == 0
     sealing, other = (statistics.median(times[kind][1:]) for kind in (True, False))
     return {"sealing": sealing, "other": other, "share": max(0.0, sealing - other) / CHUNK / other}

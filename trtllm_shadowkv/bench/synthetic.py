@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from trtllm_shadowkv.bench.drift import queries
 from trtllm_shadowkv.config import PAGE_TOKENS, ShadowKVConfig
 from trtllm_shadowkv.footprint import SEALED_PAGE_TOKENS
 from trtllm_shadowkv.models import ModelConfig, RopeConfig
-from trtllm_shadowkv.runtime.cuda_memory import CudaMemory
+from trtllm_shadowkv.runtime.cuda_memory import CudaMemory, outlier_words
 from trtllm_shadowkv.runtime.cuda_state import CudaState, PinnedSlab
 
 HEADS, KV_HEADS, HEAD_SIZE, RANK, CHUNK = 32, 8, 128, 160, 8
@@ -176,9 +177,7 @@ class SyntheticRows:
         ids = torch.rand(n - 1, device="cuda", generator=generator).argsort()[: OUTLIERS - 1] + 1
         ids = torch.cat((torch.zeros(1, dtype=torch.long, device="cuda"), ids)).sort().values
         m.outlier_ids[:, state.sealed_row_of(row)] = ids.int()
-        bits = torch.zeros(-(-n // 32) * 32, dtype=torch.long, device="cuda")
-        bits[ids] = 1
-        words = (bits.view(-1, 32) << torch.arange(32, device="cuda")).sum(1).to(torch.int32)
+        words = outlier_words(ids[None], n)[0]
         pages = torch.tensor(state.sealed_pages_of(row), device="cuda")
         per_page = SEALED_PAGE_TOKENS // CHUNK // 32
         at = torch.arange(len(words), device="cuda")
@@ -193,6 +192,11 @@ class SyntheticRows:
         state.landmark_topk(layer, x.data_ptr(), self.positions.data_ptr(), b, q, selection, stream)
         state.key_reconstruct(layer, b, stream)
         state.sparse_attention(layer, q, b, self.out.data_ptr(), stream)
+
+    def run(self, steps: range) -> None:
+        """Every layer of these steps; may be captured."""
+        for step, layer in itertools.product(steps, range(self.case.layers)):
+            self.layer(step, layer)
 
     def lookups(self) -> tuple[int, int]:
         """Hits and misses of all rows so far."""

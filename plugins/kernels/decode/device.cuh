@@ -71,12 +71,6 @@ __device__ __forceinline__ float2 unpack(uint32_t v)
     }
 }
 
-template <typename T>
-__device__ __forceinline__ float toFloat(T v)
-{
-    return static_cast<float>(v);
-}
-
 // Two e4m3 (low byte first) to two f16; exact.
 __device__ __forceinline__ uint32_t halvesOfE4m3(uint16_t v)
 {
@@ -205,6 +199,17 @@ __device__ __forceinline__ float warpSum(float v)
         v += __shfl_xor_sync(kFULL_WARP, v, offset);
     }
     return v;
+}
+
+// --- launch -----------------------------------------------------------------------------------------------------------
+
+// Bytes of shared memory that a block may have on the current device.
+inline cudaError_t sharedMemoryLimit(int32_t& limit)
+{
+    int32_t device = 0;
+    cudaError_t const error = cudaGetDevice(&device);
+    return error != cudaSuccess ? error
+                                : cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
 }
 
 // --- dispatch -----------------------------------------------------------------------------------------------------------

@@ -132,12 +132,12 @@ __device__ __forceinline__ uint32_t copyTile(
         for (uint32_t piece = lane; piece < rowPieces * kUNIT; piece += kWARP)
         {
             uint32_t const row = piece * layout.reciprocal / kONE;
-            copyPiece(unitTo + (piece + row * padding) * kPIECE, rows + piece * kPIECE);
+            copyAsync<kPIECE>(unitTo + (piece + row * padding) * kPIECE, rows + piece * kPIECE);
         }
         if (lane < D / 4)
         {
             float const* const turn = v.ropeTurns + size_t{token / kUNIT} * D;
-            copyPiece(to + kTILE_TOKENS * layout.pitch + (unit * (D / 4) + lane) * kPIECE, turn + lane * 4);
+            copyAsync<kPIECE>(to + kTILE_TOKENS * layout.pitch + (unit * (D / 4) + lane) * kPIECE, turn + lane * 4);
         }
     }
     return run;
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(D, kSM_THREADS / D)
     int32_t const g = lane / 4;
     int32_t const t = lane % 4;
     int32_t const d = static_cast<int32_t>(threadIdx.x) / kWARP * kDIMENSIONS + 2 * g; // and d + 1: the lane's own
-    uint32_t const ringAddress = static_cast<uint32_t>(__cvta_generic_to_shared(ring));
+    uint32_t const ringAddress = sharedAddress(ring);
     bool const isOneSlab = layout.blocks <= kSLAB;
     if (layout.rank % kK_BLOCK != 0)
     {
@@ -294,11 +294,8 @@ cudaError_t rebuildKeys(
     {
         return cudaSuccess;
     }
-    int32_t device = 0;
     int32_t limit = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    error = error != cudaSuccess ? error
-                                 : cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaError_t error = sharedMemoryLimit(limit);
     if (error != cudaSuccess)
     {
         return error;

@@ -1,6 +1,7 @@
 // Keys of a tile of 32 tokens of one head: its layout in shared memory, the product A B, RoPE, the store.
 #pragma once
 
+#include "kernels/decode/async_copy.cuh"
 #include "kernels/decode/device.cuh"
 
 namespace trtllm_shadowkv::kernels
@@ -30,23 +31,6 @@ struct Layout
     {
     }
 };
-
-__device__ __forceinline__ void copyPiece(uint32_t to, void const* from)
-{
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void commitCopies()
-{
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// For all but the newest kPENDING groups.
-template <uint32_t kPENDING>
-__device__ __forceinline__ void waitForCopies()
-{
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPENDING) : "memory");
-}
 
 // The lane's part of B as mma takes it, [half][block of k][step of 16]: a tile of the warp's dimensions and one of
 // their partners. Rows g and g + 8 of a tile are dimensions 2g and 2g + 1, so that a lane's results are words.

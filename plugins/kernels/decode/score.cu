@@ -339,11 +339,8 @@ cudaError_t scoreLandmarks(
     {
         return cudaSuccess;
     }
-    int32_t device = 0;
     int32_t limit = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    error = error != cudaSuccess ? error
-                                 : cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaError_t error = sharedMemoryLimit(limit);
     if (error != cudaSuccess)
     {
         return error;

@@ -1,6 +1,7 @@
 // The work items of scoreLandmarks: where they are, and their way into shared memory.
 #pragma once
 
+#include "kernels/decode/async_copy.cuh"
 #include "kernels/decode/device.cuh"
 
 namespace trtllm_shadowkv::kernels
@@ -109,41 +110,11 @@ __device__ __forceinline__ void advance(View const& v, Place& place)
 
 // Landmarks travel through shared memory because loads into registers do not stay in flight: the compiler moves them
 // down to their use. A lane copies the pieces that it reads itself, so no barrier is needed.
-template <int32_t kBYTES>
-__device__ __forceinline__ void copyAsync(uint32_t to, void const* from)
-{
-    if constexpr (kBYTES == 16) // not through L1
-    {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-    }
-    else
-    {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBYTES) : "memory");
-    }
-}
-
-__device__ __forceinline__ uint32_t sharedAddress(void const* p)
-{
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // The lane's Meta of an item in the ring.
 template <typename L, int32_t D>
 __device__ __forceinline__ Meta* metaOf(uint8_t* ring)
 {
     return reinterpret_cast<Meta*>(ring + kTILES * Shape<L, D>::kTILE_BYTES) + threadIdx.x % kWARP;
-}
-
-__device__ __forceinline__ void commitCopies()
-{
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most kPENDING of the committed groups are under way.
-template <int32_t kPENDING>
-__device__ __forceinline__ void waitForCopies()
-{
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPENDING) : "memory");
 }
 
 // Starts the copy of the lane's pieces of a tile, [2 rows, kPIECES], kWARP apart; `index` is that of the item's first

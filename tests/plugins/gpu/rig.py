@@ -14,7 +14,7 @@ from trtllm_shadowkv.config import ShadowKVConfig
 from trtllm_shadowkv.models import ModelConfig
 from trtllm_shadowkv.reference.state import ReferenceState
 from trtllm_shadowkv.rope import RopeConfig
-from trtllm_shadowkv.runtime.cuda_memory import UNIT, CudaMemory, quantise, transposed_units
+from trtllm_shadowkv.runtime.cuda_memory import UNIT, CudaMemory, outlier_words, quantise, transposed_units
 from trtllm_shadowkv.runtime.cuda_state import CudaState, PinnedSlab
 
 PAGE, SEALED_PAGE = 128, 512
@@ -213,10 +213,7 @@ class Rig:
         self.memory.outlier_keys[layer, row, :, :o] = outlier_keys.to("cuda", self.dtype)
         units = transposed_units(outlier_values.to("cuda", self.dtype).flatten(1, 2))
         self.memory.outlier_values[layer, row, :, : units.shape[1]] = units
-        bits = torch.zeros(s.kv_heads, -(-n // 32) * 32, dtype=torch.int64, device="cuda")
-        bits.scatter_(1, ids.long(), 1)
-        words = (bits.unflatten(1, (-1, 32)) << torch.arange(32, device="cuda")).sum(2)
-        words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+        words = outlier_words(ids, n)
         first = torch.arange(words.shape[1], device="cuda") * 32
         page, place = self.sealed_at(slot, first)
         self.memory.excluded[layer][page, :, place // 32] = words.T
