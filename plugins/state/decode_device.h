@@ -7,7 +7,6 @@
 #include "state/failure.h"
 #include "state/state_memory.h"
 
-#include <array>
 #include <cstdint>
 
 namespace trtllm_shadowkv
@@ -46,8 +45,8 @@ struct DecodeState::Device
     Stream select;       // after the memory, so that it has ended before that goes
     Stream fetch;
     OrderEvent entered; // the caller's stream has come to what sealing needs
-    std::array<OrderEvent, kernels::kMAX_ROW_GROUPS> scored;
-    std::array<OrderEvent, kernels::kMAX_ROW_GROUPS> selected;
+    OrderEvent scored;  // the newest row group
+    OrderEvent selected;
     OrderEvent fetchedMost; // all values but those of the tail
     OrderEvent fetchedAll;  // and whatever the fetch stream did before
 };

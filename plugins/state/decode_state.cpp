@@ -33,6 +33,7 @@ View withDevice(View view, int32_t device)
                                                 + std::to_string(info.compute_minor) + "; expected 8.0 or higher");
     }
     view.multiprocessors = info.multiprocessors;
+    view.startsEarly = info.compute_major >= 9;
     return view;
 }
 

@@ -17,10 +17,10 @@ constexpr uint64_t kELEMENT_ALIGNMENT = 16; // bytes: what kernels read at once
 constexpr uint64_t kINDEX_ALIGNMENT = 4;
 
 // Row groups: while one is fetched the next is scored. Where they end, in shares of the batch: the first is small, so that
-// the link is soon at work, and while one is fetched there is time to score a larger one. A launch more costs each of score,
-// selection and fetch some 5 us. Small batches have too little work to share.
-constexpr int32_t kGROUP_BOUNDS[] = {0, 1, 4, 12};
-constexpr int32_t kDEFAULT_GROUPS = 3;
+// the link is soon at work, and while one is fetched there is time to score a larger one. Every launch of a fetch costs
+// the link some 5 us.
+constexpr int32_t kGROUP_BOUNDS[] = {0, 1, 3, 7, 12};
+constexpr int32_t kDEFAULT_GROUPS = 4;
 
 // A fetch has 8 blocks, which fill a PCIe gen5 link and take a multiprocessor each. Kernels that fill the GPU leave them
 // as many: one that took all would hold up the next fetch until it ends, or wait itself, with a part of its work, for the
@@ -135,8 +135,8 @@ void DecodeState::landmarkTopK(StepArguments const& a)
     for (int32_t g = 0; g < count; ++g)
     {
         RowGroup const rows = group(a.batch, g);
-        cudaEvent_t const scored = mOn->scored[g].get();
-        cudaEvent_t const selected = mOn->selected[g].get();
+        cudaEvent_t const scored = mOn->scored.get();
+        cudaEvent_t const selected = mOn->selected.get();
         checkStage(scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, besideFetch(mView), a.stream), "score",
             a.layer, rows);
         if (count > 1)
@@ -144,8 +144,9 @@ void DecodeState::landmarkTopK(StepArguments const& a)
             checkStage(cudaEventRecord(scored, a.stream), "record before select", a.layer, rows);
             checkStage(cudaStreamWaitEvent(select, scored, 0), "wait before select", a.layer, rows);
         }
-        checkStage(selectChunks(mView, a.layer, a.selection, rows.begin, rows.end, mOn->selectBytes, select), "select",
-            a.layer, rows);
+        checkStage(
+            selectChunks(mView, a.layer, a.selection, rows.begin, rows.end, mOn->selectBytes, count == 1, select),
+            "select", a.layer, rows);
         checkStage(cudaEventRecord(selected, select), "record before fetch", a.layer, rows);
         checkStage(cudaStreamWaitEvent(fetch, selected, 0), "wait before fetch", a.layer, rows);
         RowGroup const most{rows.begin, std::min(rows.end, tail)};
@@ -160,8 +161,7 @@ void DecodeState::landmarkTopK(StepArguments const& a)
     checkStage(cudaEventRecord(mOn->fetchedAll.get(), fetch), "record after fetch", a.layer, all);
     if (count > 1)
     {
-        checkStage(
-            cudaStreamWaitEvent(a.stream, mOn->selected[count - 1].get(), 0), "wait for selection", a.layer, all);
+        checkStage(cudaStreamWaitEvent(a.stream, mOn->selected.get(), 0), "wait for selection", a.layer, all);
     }
 }
 
@@ -183,8 +183,8 @@ void DecodeState::sparseAttention(StepArguments const& a)
     requireAddress("out", a.out, kELEMENT_ALIGNMENT);
     requireDevice();
     RowGroup const all{0, a.batch};
-    checkStage(
-        attendResident(mView, a.layer, a.q, 0, a.batch, besideFetch(mView), a.stream), "attend resident", a.layer, all);
+    checkStage(attendResident(mView, a.layer, a.q, 0, a.batch, besideFetch(mView), mSeals, a.stream), "attend resident",
+        a.layer, all);
     if (mSeals)
     {
         RowGroup const most{0, tailBegin(a.batch)};
@@ -243,13 +243,13 @@ void DecodeState::stage(int32_t stage, RowGroup rows, StepArguments const& a)
         case TSK_STAGE_SCORE:
             return scoreLandmarks(mView, a.layer, a.q, rows.begin, rows.end, besideFetch(mView), a.stream);
         case TSK_STAGE_SELECT:
-            return selectChunks(mView, a.layer, a.selection, rows.begin, rows.end, mOn->selectBytes, a.stream);
+            return selectChunks(mView, a.layer, a.selection, rows.begin, rows.end, mOn->selectBytes, false, a.stream);
         case TSK_STAGE_FETCH:
             return fetchValues(mView, a.layer, rows.begin, rows.end, kFETCH_BLOCKS, a.stream);
         case TSK_STAGE_REBUILD:
             return rebuildKeys(mView, a.layer, rows.begin, rows.end, besideFetch(mView), a.stream);
         case TSK_STAGE_ATTEND_RESIDENT:
-            return attendResident(mView, a.layer, a.q, rows.begin, rows.end, besideFetch(mView), a.stream);
+            return attendResident(mView, a.layer, a.q, rows.begin, rows.end, besideFetch(mView), false, a.stream);
         case TSK_STAGE_ATTEND_FETCHED:
             return attendFetched(mView, a.layer, a.q, rows.begin, rows.end, a.stream);
         case TSK_STAGE_MERGE:

@@ -1,6 +1,7 @@
 #include "kernels/decode/decode.h"
 
 #include "kernels/decode/device.cuh"
+#include "kernels/decode/launch.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -16,6 +17,7 @@ __global__ void __launch_bounds__(kTHREADS) appendKernel(
 {
     constexpr int32_t kHALF = D / 2;
     constexpr int32_t kHEAD_THREADS = D / 8;
+    letNextStart(); // the landmarks are on their way before there is q
     int32_t const b = static_cast<int32_t>(blockIdx.y);
     int32_t const item = static_cast<int32_t>(blockIdx.x) * kTHREADS + static_cast<int32_t>(threadIdx.x);
     int32_t const head = item / kHEAD_THREADS;

@@ -1,5 +1,6 @@
 #include "kernels/decode/attend.cuh"
 #include "kernels/decode/decode.h"
+#include "kernels/decode/launch.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -125,12 +126,13 @@ __global__ void __launch_bounds__(kATTEND_THREADS, kATTEND_BLOCKS)
             break;
         }
     }
+    afterPrevious(); // nothing here is of rebuildKeys
 }
 
 } // namespace
 
 cudaError_t attendResident(View const& view, int32_t layer, void const* q, int32_t begin, int32_t end,
-    int32_t multiprocessors, cudaStream_t stream)
+    int32_t multiprocessors, bool isAfterRebuild, cudaStream_t stream)
 {
     if (begin >= end)
     {
@@ -152,8 +154,13 @@ cudaError_t attendResident(View const& view, int32_t layer, void const* q, int32
             {
                 return error;
             }
-            kernel<<<blocks * multiprocessors, kATTEND_THREADS, 0, stream>>>(
-                view, layer, static_cast<T const*>(q), begin, end);
+            dim3 const grid(static_cast<uint32_t>(blocks * multiprocessors));
+            if (isAfterRebuild)
+            {
+                return launchEarly(
+                    view, kernel, grid, kATTEND_THREADS, 0, stream, view, layer, static_cast<T const*>(q), begin, end);
+            }
+            kernel<<<grid, kATTEND_THREADS, 0, stream>>>(view, layer, static_cast<T const*>(q), begin, end);
             return cudaGetLastError();
         });
 }

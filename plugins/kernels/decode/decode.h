@@ -44,8 +44,9 @@ int32_t selectSharedBytes(int32_t chunks);
 // recently used in chunk order. Writes hitCounts, missCounts, entries, cacheOrder, counters.
 //   selection    device [batch, H, topK]: chunk ids in ascending order, padded with -1; all -1 for a dense or padding row
 //   sharedBytes  of selectSharedBytes
+//   isAfterScore the kernel before on `stream` is scoreLandmarks: this one may start before that ends
 cudaError_t selectChunks(View const& view, int32_t layer, int32_t* selection, int32_t begin, int32_t end,
-    int32_t sharedBytes, cudaStream_t stream);
+    int32_t sharedBytes, bool isAfterScore, cudaStream_t stream);
 
 // Values of the missing chunks from the value region into the chunk cache, rows and heads in order, chunks ascending.
 //   blocks  blocks of 1,024 threads, one a multiprocessor; 8 fill a PCIe gen5 x16 link
@@ -58,8 +59,10 @@ cudaError_t rebuildKeys(
 
 // Partial attention over live tokens, outliers and hits: what needs no fetched value.
 //   multiprocessors  that it may fill
+//   isAfterRebuild   the kernel before on `stream` is rebuildKeys, with nothing in between: this one may start before
+//                    that ends
 cudaError_t attendResident(View const& view, int32_t layer, void const* q, int32_t begin, int32_t end,
-    int32_t multiprocessors, cudaStream_t stream);
+    int32_t multiprocessors, bool isAfterRebuild, cudaStream_t stream);
 
 // Partial attention over the missing chunks.
 cudaError_t attendFetched(

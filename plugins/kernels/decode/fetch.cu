@@ -1,6 +1,7 @@
 #include "kernels/decode/decode.h"
 
 #include "kernels/decode/device.cuh"
+#include "kernels/decode/launch.cuh"
 #include "kernels/decode/scan.cuh"
 #include "kernels/gather/copy.cuh"
 
@@ -27,9 +28,32 @@ struct Pairs
     uint64_t regions[kPAIRS];    // address of the head's chunk 0
 };
 
-// Fills `pairs` with `count` pairs from `first` on (index b * H + h) and returns how many misses they have.
+// Fills `pairs` with where the values of `count` pairs from `first` on (index b * H + h) are and go. A pair of a dense
+// row or of padding gets region 0.
+__device__ __forceinline__ void findPairs(
+    View const& view, int32_t layer, uint32_t first, uint32_t count, uint32_t bytes, Pairs& pairs)
+{
+    for (uint32_t i = threadIdx.x; i < count; i += kTHREADS)
+    {
+        uint32_t const pair = first + i;
+        uint32_t const kvHeads = static_cast<uint32_t>(view.kvHeads);
+        uint32_t const head = pair % kvHeads;
+        StepRow const& step = view.steps[pair / kvHeads];
+        uint64_t region = 0;
+        if (step.row.sealedRow >= 0)
+        {
+            pairs.cacheHeads[i]
+                = static_cast<uint32_t>(sealedHead(view, layer, step.row.sealedRow, static_cast<int32_t>(head)));
+            region = view.valueRegion[size_t{static_cast<uint32_t>(step.slot)} * view.layers + layer]
+                     + uint64_t{head} * static_cast<uint32_t>(step.row.valueStride) * bytes;
+        }
+        pairs.regions[i] = region;
+    }
+}
+
+// Lists the misses of the pairs that findPairs found, a barrier before, and returns how many they are.
 __device__ __forceinline__ uint32_t listMisses(
-    View const& view, int32_t layer, uint32_t first, uint32_t count, uint32_t bytes, Pairs& pairs, uint32_t* warpSums)
+    View const& view, uint32_t first, uint32_t count, Pairs& pairs, uint32_t* warpSums)
 {
     uint32_t misses[2];
 #pragma unroll
@@ -37,23 +61,12 @@ __device__ __forceinline__ uint32_t listMisses(
     {
         uint32_t const i = threadIdx.x * 2 + j;
         misses[j] = 0;
-        if (i >= count)
+        if (i < count && pairs.regions[i] != 0)
         {
-            continue;
-        }
-        uint32_t const pair = first + i;
-        uint32_t const kvHeads = static_cast<uint32_t>(view.kvHeads);
-        uint32_t const head = pair % kvHeads;
-        StepRow const& step = view.steps[pair / kvHeads];
-        if (step.row.sealedRow >= 0) // neither a dense row nor padding
-        {
+            uint32_t const pair = first + i;
             misses[j] = static_cast<uint32_t>(view.missCounts[pair]);
             pairs.firstEntries[i]
                 = pair * static_cast<uint32_t>(view.topK) + static_cast<uint32_t>(view.hitCounts[pair]);
-            pairs.cacheHeads[i]
-                = static_cast<uint32_t>(sealedHead(view, layer, step.row.sealedRow, static_cast<int32_t>(head)));
-            pairs.regions[i] = view.valueRegion[size_t{static_cast<uint32_t>(step.slot)} * view.layers + layer]
-                               + uint64_t{head} * static_cast<uint32_t>(step.row.valueStride) * bytes;
         }
     }
     uint32_t total;
@@ -100,13 +113,20 @@ __global__ void __launch_bounds__(kTHREADS, 1) fetchKernel(View const view, int3
     uint32_t const bytes = piecesPerChunk * kPIECE;
     for (uint32_t base = 0; base < pairCount; base += kPAIRS)
     {
+        uint32_t const count = min(pairCount - base, kPAIRS);
         __syncthreads(); // all are done with the round before
-        uint32_t const chunks
-            = listMisses(view, layer, firstPair + base, min(pairCount - base, kPAIRS), bytes, pairs, warpSums);
+        findPairs(view, layer, firstPair + base, count, bytes, pairs);
+        __syncthreads();
+        afterPrevious();
+        uint32_t const chunks = listMisses(view, firstPair + base, count, pairs, warpSums);
         uint32_t const pieces = chunks * piecesPerChunk; // at most 2^10 pairs * 2^11 chunks * 2^8
         uint32_t const tiles = (pieces + kTILE - 1) / kTILE;
         for (uint32_t tile = blockIdx.x * (kTHREADS / 32) + warp; tile < tiles; tile += warps)
         {
+            if (tile + warps >= tiles)
+            {
+                letNextStart(); // the next fetch takes its multiprocessors before anything else does
+            }
             uint32_t const first = tile * kTILE;
             uint32_t const firstChunk = first / piecesPerChunk;
             uint32_t const lastChunk = (min(first + kTILE, pieces) - 1) / piecesPerChunk;
@@ -166,9 +186,9 @@ cudaError_t fetchValues(
     }
     uint32_t const kvHeads = static_cast<uint32_t>(view.kvHeads);
     uint32_t const piecesPerChunk = static_cast<uint32_t>(valueChunkBytes(view)) / kPIECE; // 32 to 256
-    fetchKernel<<<blocks, kTHREADS, 0, stream>>>(view, layer, static_cast<uint32_t>(begin) * kvHeads,
-        static_cast<uint32_t>(end - begin) * kvHeads, piecesPerChunk, (kONE + piecesPerChunk - 1) / piecesPerChunk);
-    return cudaGetLastError();
+    return launchEarly(view, fetchKernel, dim3(static_cast<uint32_t>(blocks)), kTHREADS, 0, stream, view, layer,
+        static_cast<uint32_t>(begin) * kvHeads, static_cast<uint32_t>(end - begin) * kvHeads, piecesPerChunk,
+        (kONE + piecesPerChunk - 1) / piecesPerChunk);
 }
 
 } // namespace trtllm_shadowkv::kernels

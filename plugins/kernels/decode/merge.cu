@@ -1,5 +1,6 @@
 #include "kernels/decode/attend.cuh"
 #include "kernels/decode/decode.h"
+#include "kernels/decode/launch.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -59,6 +60,7 @@ __global__ void __launch_bounds__(kTHREADS) mergeKernel(__grid_constant__ View c
     int32_t const row = begin + static_cast<int32_t>(blockIdx.y);
     int32_t const queryHead = blockIdx.x;
     StepRow const& step = view.steps[row];
+    afterPrevious();
     uint32_t* const to
         = reinterpret_cast<uint32_t*>(out + (size_t{static_cast<uint32_t>(row)} * view.heads + queryHead) * D);
     if (step.slot < 0)
@@ -182,8 +184,7 @@ cudaError_t mergePartials(View const& view, void* out, int32_t begin, int32_t en
             using T = decltype(tag);
             dim3 const grid(static_cast<uint32_t>(view.heads), static_cast<uint32_t>(end - begin));
             auto const kernel = mergeKernel<T, decltype(size)::value>;
-            kernel<<<grid, kTHREADS, 0, stream>>>(view, static_cast<T*>(out), begin);
-            return cudaGetLastError();
+            return launchEarly(view, kernel, grid, kTHREADS, 0, stream, view, static_cast<T*>(out), begin);
         });
 }
 

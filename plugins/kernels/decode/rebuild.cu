@@ -1,4 +1,5 @@
 #include "kernels/decode/decode.h"
+#include "kernels/decode/launch.cuh"
 
 #include "kernels/decode/rebuild_tile.cuh"
 #include "kernels/decode/scan.cuh"
@@ -186,6 +187,7 @@ __global__ void __launch_bounds__(D, kSM_THREADS / D)
         __syncthreads(); // all are done with the round before
         uint32_t const pairs = min(pairCount - base, kPAIRS);
         uint32_t const total = listMisses<D>(v, firstPair + base, pairs, work);
+        letNextStart(); // not at once: a fetch that starts together with this kernel is to get its multiprocessors first
         // One block a multiprocessor until all have two tiles: B is a greater load than a tile.
         uint32_t const used = min(
             min(gridDim.x, (total + tileChunks - 1) / tileChunks), max(multiprocessors, total / (2 * tileChunks)));

@@ -1,4 +1,5 @@
 #include "kernels/decode/decode.h"
+#include "kernels/decode/launch.cuh"
 #include "kernels/decode/score_items.cuh"
 
 #include <cmath>
@@ -264,6 +265,7 @@ __global__ void __launch_bounds__(kTHREADS, 1)
     int32_t left = static_cast<int32_t>(total * (warp + 1) / warps - n);
     if (left <= 0)
     {
+        afterPrevious();
         return;
     }
     uint8_t* const rings = shared + threadIdx.x / kWARP * S::kRING_BYTES;
@@ -289,6 +291,8 @@ __global__ void __launch_bounds__(kTHREADS, 1)
         }
         commitCopies();
     }
+    afterPrevious(); // now there is q
+    letNextStart();  // the next rows' landmarks are on their way before the last of these are done
     Query<D, NT> query;
     int32_t queries = -1;
     int32_t offset = 0; // of the item in the ring
@@ -356,8 +360,8 @@ cudaError_t scoreLandmarks(
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBYTES / part);
         if (error == cudaSuccess)
         {
-            kernel<<<blocks, kTHREADS / part, kBYTES / part, stream>>>(view, layer, q, begin, end);
-            error = cudaGetLastError();
+            error = launchEarly(view, kernel, dim3(static_cast<uint32_t>(blocks)), kTHREADS / part, kBYTES / part,
+                stream, view, layer, q, begin, end);
         }
         return error;
     };

@@ -134,7 +134,7 @@ __device__ __forceinline__ void copyTile(View const& v, size_t index, int32_t ti
         for (int32_t i = 0; i < S::kPIECES; ++i)
         {
             copyAsync<S::kPIECE_BYTES>(to + (half * S::kPIECES + i) * kWARP * S::kPIECE_BYTES,
-                from + (tile * kMMA_ROWS + half * 8) * S::kROW_BYTES + i * 4 * S::kPIECE_BYTES);
+                from + (tile * kMMA_ROWS + half * 8) * S::kROW_BYTES + i * 4 * S::kPIECE_BYTES, evictFirst());
         }
     }
 }

@@ -1,5 +1,6 @@
 #include "kernels/decode/candidates.cuh"
 #include "kernels/decode/decode.h"
+#include "kernels/decode/launch.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -312,6 +313,7 @@ __global__ void __launch_bounds__(kTHREADS, 2)
             shared.listed = 0;
             shared.fews = 0;
         }
+        afterPrevious();
 
         size_t const item
             = size_t{static_cast<uint32_t>(itemsBefore)} * view.kvHeads + size_t{static_cast<uint32_t>(h)} * items;
@@ -336,6 +338,10 @@ __global__ void __launch_bounds__(kTHREADS, 2)
                 chunks, static_cast<int32_t>(count), bits, ranks, chosen, slotOf, slotOf + view.topK, shared);
         }
     }
+    else
+    {
+        afterPrevious();
+    }
 #pragma unroll 1
     for (int32_t i = threadOf(); i < view.topK; i += kTHREADS)
     {
@@ -356,7 +362,7 @@ __global__ void __launch_bounds__(kTHREADS, 2)
 
 template <int32_t kVECTOR>
 cudaError_t launch(View const& view, int32_t layer, int32_t* selection, int32_t begin, int32_t end, int32_t sharedBytes,
-    cudaStream_t stream)
+    bool isAfterScore, cudaStream_t stream)
 {
     cudaError_t const error
         = cudaFuncSetAttribute(selectKernel<kVECTOR>, cudaFuncAttributeMaxDynamicSharedMemorySize, sharedBytes);
@@ -365,7 +371,12 @@ cudaError_t launch(View const& view, int32_t layer, int32_t* selection, int32_t 
         return error;
     }
     dim3 const grid(static_cast<uint32_t>(view.kvHeads), static_cast<uint32_t>(end - begin));
-    selectKernel<kVECTOR><<<grid, kTHREADS, sharedBytes, stream>>>(view, layer, selection, begin);
+    auto const kernel = selectKernel<kVECTOR>;
+    if (isAfterScore)
+    {
+        return launchEarly(view, kernel, grid, kTHREADS, sharedBytes, stream, view, layer, selection, begin);
+    }
+    kernel<<<grid, kTHREADS, sharedBytes, stream>>>(view, layer, selection, begin);
     return cudaGetLastError();
 }
 
@@ -377,14 +388,14 @@ int32_t selectSharedBytes(int32_t chunks)
 }
 
 cudaError_t selectChunks(View const& view, int32_t layer, int32_t* selection, int32_t begin, int32_t end,
-    int32_t sharedBytes, cudaStream_t stream)
+    int32_t sharedBytes, bool isAfterScore, cudaStream_t stream)
 {
     if (end <= begin)
     {
         return cudaSuccess;
     }
-    return view.logitStride % 4 == 0 ? launch<4>(view, layer, selection, begin, end, sharedBytes, stream)
-                                     : launch<2>(view, layer, selection, begin, end, sharedBytes, stream);
+    return view.logitStride % 4 == 0 ? launch<4>(view, layer, selection, begin, end, sharedBytes, isAfterScore, stream)
+                                     : launch<2>(view, layer, selection, begin, end, sharedBytes, isAfterScore, stream);
 }
 
 } // namespace trtllm_shadowkv::kernels

@@ -127,7 +127,8 @@ struct View
     int32_t liveTableStride;   // entries of a slot's table of live pages
     int32_t sealedTableStride; // and of sealed pages
     int32_t multiprocessors;
-    float scale; // of scores: 1 / sqrt(D)
+    bool startsEarly; // the device can start a kernel before the one before has ended
+    float scale;      // of scores: 1 / sqrt(D)
 
     // Rows
     Row* rows;            // [slots]

@@ -1,0 +1,50 @@
+// Kernels that start before the one that they follow in their stream has ended (programmatic dependent launch, compute
+// capability 9.0 and up; elsewhere they start after it).
+//
+// Before afterPrevious() such a kernel reads only what no kernel of this layer and step writes: View, StepRow, the tables
+// of pages, what was sealed in steps before. Every block calls it, so that who waits for a kernel waits for those before
+// it too.
+#pragma once
+
+#include "kernels/decode/view.h"
+
+#include <cuda_runtime_api.h>
+
+namespace trtllm_shadowkv::kernels
+{
+
+// Waits until the kernel before has ended and what it wrote can be read.
+__device__ __forceinline__ void afterPrevious()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Once a thread of every block has called it, or the block has ended, the next kernel's blocks start where there is room.
+__device__ __forceinline__ void letNextStart()
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// kernel<<<grid, threads, sharedBytes, stream>>>(arguments...) of a kernel that calls afterPrevious().
+template <typename... P, typename... A>
+cudaError_t launchEarly(View const& view, void (*kernel)(P...), dim3 grid, int32_t threads, int32_t sharedBytes,
+    cudaStream_t stream, A const&... arguments)
+{
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<uint32_t>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(sharedBytes);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = view.startsEarly ? 1U : 0U;
+    return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
+}
+
+} // namespace trtllm_shadowkv::kernels
