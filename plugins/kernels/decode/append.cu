@@ -1,7 +1,7 @@
 #include "kernels/decode/decode.h"
 
 #include "kernels/decode/device.cuh"
-#include "kernels/decode/launch.cuh"
+#include "kernels/launch.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -101,9 +101,8 @@ cudaError_t appendTokens(View const& view, int32_t layer, void const* qkv, int32
             int32_t const items = (view.heads + 2 * view.kvHeads) * (kSIZE / 8);
             dim3 const grid((items + kTHREADS - 1) / kTHREADS, batch);
             auto const kernel = appendKernel<T, kSIZE>;
-            kernel<<<grid, kTHREADS, 0, stream>>>(
-                view, layer, static_cast<T const*>(qkv), positions, static_cast<T*>(q));
-            return cudaGetLastError();
+            return launch(kernel, grid, kTHREADS, 0, stream, view, layer, static_cast<T const*>(qkv), positions,
+                static_cast<T*>(q));
         });
 }
 

@@ -1,5 +1,6 @@
 #include "kernels/decode/attend.cuh"
 #include "kernels/decode/decode.h"
+#include "kernels/launch.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -47,8 +48,7 @@ cudaError_t attendFetched(
             int32_t const blocks = (splitsOf(view.topK, view) + kSPLITS_A_BLOCK - 1) / kSPLITS_A_BLOCK;
             dim3 const grid(
                 static_cast<uint32_t>(blocks), static_cast<uint32_t>(view.kvHeads), static_cast<uint32_t>(end - begin));
-            kernel<<<grid, kATTEND_THREADS, 0, stream>>>(view, layer, static_cast<T const*>(q), begin);
-            return cudaGetLastError();
+            return launch(kernel, grid, kATTEND_THREADS, 0, stream, view, layer, static_cast<T const*>(q), begin);
         });
 }
 

@@ -1,6 +1,6 @@
 #include "kernels/decode/attend.cuh"
 #include "kernels/decode/decode.h"
-#include "kernels/decode/launch.cuh"
+#include "kernels/launch.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -160,8 +160,7 @@ cudaError_t attendResident(View const& view, int32_t layer, void const* q, int32
                 return launchEarly(
                     view, kernel, grid, kATTEND_THREADS, 0, stream, view, layer, static_cast<T const*>(q), begin, end);
             }
-            kernel<<<grid, kATTEND_THREADS, 0, stream>>>(view, layer, static_cast<T const*>(q), begin, end);
-            return cudaGetLastError();
+            return launch(kernel, grid, kATTEND_THREADS, 0, stream, view, layer, static_cast<T const*>(q), begin, end);
         });
 }
 

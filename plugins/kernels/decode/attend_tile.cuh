@@ -31,14 +31,6 @@ struct Accumulator
 template <bool kSCALED>
 using ValuePiece = std::conditional_t<kSCALED, uint2, uint4>;
 
-// Flushes to zero far below what 16 bits can hold; -inf gives 0, NaN stays.
-__device__ __forceinline__ float powerOfTwo(float x)
-{
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-
 // What to subtract before powerOfTwo: -inf - -inf would be NaN.
 __device__ __forceinline__ float finiteMaximum(float m)
 {
@@ -53,17 +45,6 @@ __device__ __forceinline__ float tokenMax(float v)
     {
         v = fmaxf(v, __shfl_xor_sync(kFULL_WARP, v, offset));
     }
-    return v;
-}
-
-// From shared memory each time: the compiler would otherwise keep all of it in registers.
-__device__ __forceinline__ uint4 loadShared(uint4 const& piece)
-{
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(&piece)))
-        : "memory");
     return v;
 }
 

@@ -124,9 +124,8 @@ __device__ __forceinline__ void collect(float const* logits, int32_t stride, uin
     // Of the heads from `head` on. The compiler must not see through the pointer: it would work out every address anew.
     auto const heads = [&](int32_t head)
     {
-        char const* from = reinterpret_cast<char const*>(logits + laneOf() * stride + head);
-        asm("" : "+l"(from));
-        return from;
+        char const* const from = reinterpret_cast<char const*>(logits + laneOf() * stride + head);
+        return opaque(from);
     };
     auto const load = [&](char const* from, int32_t i)
     { return loadLogits<kVECTOR>(from + uint64_t{static_cast<uint32_t>(kept[i])} * itemBytes); };

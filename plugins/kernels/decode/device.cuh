@@ -1,4 +1,4 @@
-// What the decode kernels share: tensor-core instructions, loads, conversions, addresses.
+// What kernels of a state share: conversions, addresses, reductions, dispatch by shape.
 //
 // Operands are read from global memory straight into the registers of mma.m16n8k16, without shared memory: a sum over k
 // does not care about the order of k, so lane (g, t) = (lane / 4, lane % 4) takes 16 consecutive bytes of row g, which are
@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/decode/view.h"
+#include "kernels/ptx.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -15,26 +16,7 @@
 namespace trtllm_shadowkv::kernels
 {
 
-inline constexpr uint32_t kFULL_WARP = 0xffffffffU;
-
 // --- loads ------------------------------------------------------------------------------------------------------------
-
-// Read once and not again soon: no room in L1. (ptxas takes L2::evict_first in a load only with 32-byte vectors.)
-__device__ __forceinline__ uint4 loadStream(void const* address)
-{
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(address));
-    return v;
-}
-
-__device__ __forceinline__ uint2 loadStream2(void const* address)
-{
-    uint2 v;
-    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
-    return v;
-}
 
 __device__ __forceinline__ uint4 load16(void const* address)
 {
@@ -42,21 +24,6 @@ __device__ __forceinline__ uint4 load16(void const* address)
 }
 
 // --- conversions --------------------------------------------------------------------------------------------------------
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float low, float high)
-{
-    uint32_t r;
-    if constexpr (std::is_same_v<T, __half>)
-    {
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    }
-    else
-    {
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-    }
-    return r;
-}
 
 template <typename T>
 __device__ __forceinline__ float2 unpack(uint32_t v)
@@ -76,40 +43,6 @@ __device__ __forceinline__ uint32_t halvesOfE4m3(uint16_t v)
 {
     __half2_raw const r = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(v), __NV_E4M3);
     return uint32_t{r.x} | uint32_t{r.y} << 16;
-}
-
-// --- tensor cores -------------------------------------------------------------------------------------------------------
-
-// d += A B, A [16, 16] row by row, B [16, 8] column by column, d [16, 8] float32. With lane (g, t):
-//   a[0]: A[g][2t, 2t+1]  a[1]: A[g+8][2t, 2t+1]  a[2]: A[g][2t+8, 2t+9]  a[3]: A[g+8][2t+8, 2t+9]
-//   b0: B[2t, 2t+1][g]    b1: B[2t+8, 2t+9][g]    d[0], d[1]: D[g][2t, 2t+1]  d[2], d[3]: D[g+8][2t, 2t+1]
-template <typename T>
-__device__ __forceinline__ void mma(
-    float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
-{
-    if constexpr (std::is_same_v<T, __half>)
-    {
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                     "{%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    }
-    else
-    {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    }
-}
-
-// Transposes an 8 x 8 matrix of 2-byte elements: lane (g, t) gives M[g][2t, 2t+1] and gets M[2t][g], M[2t+1][g].
-__device__ __forceinline__ uint32_t transpose8x8(uint32_t v)
-{
-    uint32_t r;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
-    return r;
 }
 
 // --- addresses ----------------------------------------------------------------------------------------------------------

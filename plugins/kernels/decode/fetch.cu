@@ -1,9 +1,9 @@
 #include "kernels/decode/decode.h"
 
 #include "kernels/decode/device.cuh"
-#include "kernels/decode/launch.cuh"
 #include "kernels/decode/scan.cuh"
-#include "kernels/gather/copy.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/ptx.cuh"
 
 namespace trtllm_shadowkv::kernels
 {

@@ -1,6 +1,6 @@
 #include "kernels/decode/attend.cuh"
 #include "kernels/decode/decode.h"
-#include "kernels/decode/launch.cuh"
+#include "kernels/launch.cuh"
 
 namespace trtllm_shadowkv::kernels
 {

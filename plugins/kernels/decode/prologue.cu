@@ -1,4 +1,5 @@
 #include "kernels/decode/decode.h"
+#include "kernels/launch.cuh"
 
 #include "kernels/decode/scan.cuh"
 
@@ -85,8 +86,7 @@ cudaError_t stepPrologue(View const& view, int32_t const* slots, int32_t batch, 
     {
         return cudaErrorInvalidValue;
     }
-    prologueKernel<<<1, (batch + 31) / 32 * 32, 0, stream>>>(view, slots, batch);
-    return cudaGetLastError();
+    return launch(prologueKernel, 1, (batch + 31) / 32 * 32, 0, stream, view, slots, batch);
 }
 
 } // namespace trtllm_shadowkv::kernels

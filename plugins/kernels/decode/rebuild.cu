@@ -1,5 +1,5 @@
 #include "kernels/decode/decode.h"
-#include "kernels/decode/launch.cuh"
+#include "kernels/launch.cuh"
 
 #include "kernels/decode/rebuild_tile.cuh"
 #include "kernels/decode/scan.cuh"
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(D, kSM_THREADS / D)
     rebuildKernel(__grid_constant__ View const v, __grid_constant__ Layout const layout, int32_t layer,
         uint32_t firstPair, uint32_t pairCount, uint32_t multiprocessors, uint32_t stages)
 {
-    extern __shared__ uint4 ring[];
+    uint4* const ring = dynamicShared<uint4>();
     __shared__ Work work;
     int32_t const lane = static_cast<int32_t>(threadIdx.x) % kWARP;
     int32_t const g = lane / 4;
@@ -325,9 +325,8 @@ cudaError_t rebuildKeys(
             uint32_t const pairs = static_cast<uint32_t>((end - begin) * view.kvHeads);
             uint64_t const tiles = (uint64_t{pairs} * view.topK * view.chunkSize + kTILE_TOKENS - 1) / kTILE_TOKENS;
             uint64_t const blocks = std::min(tiles, uint64_t{1} * std::max(resident, 1) * multiprocessors);
-            kernel<<<static_cast<uint32_t>(blocks), kD, bytes, stream>>>(view, layout, layer,
+            return launch(kernel, static_cast<uint32_t>(blocks), kD, bytes, stream, view, layout, layer,
                 static_cast<uint32_t>(begin * view.kvHeads), pairs, static_cast<uint32_t>(multiprocessors), stages);
-            return cudaGetLastError();
         });
 }
 

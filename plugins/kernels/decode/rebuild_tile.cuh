@@ -1,7 +1,6 @@
 // Keys of a tile of 32 tokens of one head: its layout in shared memory, the product A B, RoPE, the store.
 #pragma once
 
-#include "kernels/decode/async_copy.cuh"
 #include "kernels/decode/device.cuh"
 
 namespace trtllm_shadowkv::kernels

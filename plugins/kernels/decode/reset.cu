@@ -1,4 +1,5 @@
 #include "kernels/decode/reset.h"
+#include "kernels/launch.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -45,8 +46,7 @@ __global__ void __launch_bounds__(kTHREADS) resetKernel(View const view, int32_t
 cudaError_t resetRow(View const& view, int32_t slot, int32_t sealedRow, int32_t pages, cudaStream_t stream)
 {
     dim3 const grid(static_cast<uint32_t>(view.kvHeads), static_cast<uint32_t>(view.layers));
-    resetKernel<<<grid, kTHREADS, 0, stream>>>(view, slot, sealedRow, pages);
-    return cudaGetLastError();
+    return launch(resetKernel, grid, kTHREADS, 0, stream, view, slot, sealedRow, pages);
 }
 
 } // namespace trtllm_shadowkv::kernels

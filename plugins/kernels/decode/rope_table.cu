@@ -1,4 +1,5 @@
 #include "kernels/decode/rope_table.h"
+#include "kernels/launch.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -38,9 +39,8 @@ cudaError_t fillRope(View const& view, float const* inverseFrequencies, int32_t 
     int32_t const units = (tokens + kUNIT - 1) / kUNIT;
     int32_t const half = view.headSize / 2;
     int32_t const blocks = ((units + kUNIT) * half + kTHREADS - 1) / kTHREADS; // of at most 2^25 entries
-    ropeTableKernel<<<blocks, kTHREADS, 0, stream>>>(reinterpret_cast<float2*>(view.ropeTurns),
+    return launch(ropeTableKernel, blocks, kTHREADS, 0, stream, reinterpret_cast<float2*>(view.ropeTurns),
         reinterpret_cast<float2*>(view.ropeSteps), inverseFrequencies, units, half);
-    return cudaGetLastError();
 }
 
 } // namespace trtllm_shadowkv::kernels

@@ -1,6 +1,6 @@
 #include "kernels/decode/decode.h"
-#include "kernels/decode/launch.cuh"
 #include "kernels/decode/score_items.cuh"
+#include "kernels/launch.cuh"
 
 #include <cmath>
 
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kTHREADS, 1)
     scoreKernel(__grid_constant__ View const v, int32_t layer, void const* q, int32_t begin, int32_t end)
 {
     using S = Shape<L, D>;
-    extern __shared__ __align__(16) uint8_t shared[];
+    uint8_t* const shared = dynamicShared<uint8_t>();
     int64_t const before = int64_t{v.steps[begin].scoreBegin} * v.kvHeads;
     int64_t const total = int64_t{v.steps[end - 1].scoreBegin + v.steps[end - 1].scoreItems} * v.kvHeads - before;
     int64_t const warp = (blockIdx.x * blockDim.x + threadIdx.x) / kWARP;

@@ -1,7 +1,6 @@
 // The work items of scoreLandmarks: where they are, and their way into shared memory.
 #pragma once
 
-#include "kernels/decode/async_copy.cuh"
 #include "kernels/decode/device.cuh"
 
 namespace trtllm_shadowkv::kernels

@@ -1,4 +1,5 @@
 #include "kernels/decode/decode.h"
+#include "kernels/launch.cuh"
 
 #include "kernels/decode/scan.cuh"
 
@@ -397,8 +398,7 @@ cudaError_t sealChunks(View const& view, int32_t layer, int32_t batch, cudaStrea
             int32_t const items = batch * (1 + (view.kvHeads + kWARPS - 1) / kWARPS);
             int32_t const blocks = items < kMAX_BLOCKS ? items : kMAX_BLOCKS;
             auto const kernel = sealKernel<decltype(tag), decltype(size)::value>;
-            kernel<<<blocks, kTHREADS, 0, stream>>>(view, layer, batch);
-            return cudaGetLastError();
+            return launch(kernel, blocks, kTHREADS, 0, stream, view, layer, batch);
         });
 }
 

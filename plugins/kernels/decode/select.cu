@@ -1,6 +1,6 @@
 #include "kernels/decode/candidates.cuh"
 #include "kernels/decode/decode.h"
-#include "kernels/decode/launch.cuh"
+#include "kernels/launch.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -145,7 +145,7 @@ __device__ __forceinline__ void prefetchOrder(Cache const& cache)
 #pragma unroll 1
     for (int32_t i = threadOf() * kLINE; i < cache.slots; i += kTHREADS * kLINE)
     {
-        asm volatile("prefetch.global.L2 [%0];" : : "l"(cache.order + i));
+        prefetchL2(cache.order + i);
     }
 }
 
@@ -283,7 +283,7 @@ template <int32_t kVECTOR>
 __global__ void __launch_bounds__(kTHREADS, 2)
     selectKernel(__grid_constant__ View const view, int32_t layer, int32_t* selection, int32_t begin)
 {
-    extern __shared__ uint4 sharedMemory[];
+    uint4* const sharedMemory = dynamicShared<uint4>();
     Shared& shared = *reinterpret_cast<Shared*>(sharedMemory);
     uint32_t* const bins = reinterpret_cast<uint32_t*>(&shared + 1);
     uint64_t* const list = reinterpret_cast<uint64_t*>(bins + kBINS);
@@ -361,8 +361,8 @@ __global__ void __launch_bounds__(kTHREADS, 2)
 }
 
 template <int32_t kVECTOR>
-cudaError_t launch(View const& view, int32_t layer, int32_t* selection, int32_t begin, int32_t end, int32_t sharedBytes,
-    bool isAfterScore, cudaStream_t stream)
+cudaError_t launchSelect(View const& view, int32_t layer, int32_t* selection, int32_t begin, int32_t end,
+    int32_t sharedBytes, bool isAfterScore, cudaStream_t stream)
 {
     cudaError_t const error
         = cudaFuncSetAttribute(selectKernel<kVECTOR>, cudaFuncAttributeMaxDynamicSharedMemorySize, sharedBytes);
@@ -376,8 +376,7 @@ cudaError_t launch(View const& view, int32_t layer, int32_t* selection, int32_t 
     {
         return launchEarly(view, kernel, grid, kTHREADS, sharedBytes, stream, view, layer, selection, begin);
     }
-    kernel<<<grid, kTHREADS, sharedBytes, stream>>>(view, layer, selection, begin);
-    return cudaGetLastError();
+    return launch(kernel, grid, kTHREADS, sharedBytes, stream, view, layer, selection, begin);
 }
 
 } // namespace
@@ -394,8 +393,9 @@ cudaError_t selectChunks(View const& view, int32_t layer, int32_t* selection, in
     {
         return cudaSuccess;
     }
-    return view.logitStride % 4 == 0 ? launch<4>(view, layer, selection, begin, end, sharedBytes, isAfterScore, stream)
-                                     : launch<2>(view, layer, selection, begin, end, sharedBytes, isAfterScore, stream);
+    return view.logitStride % 4 == 0
+               ? launchSelect<4>(view, layer, selection, begin, end, sharedBytes, isAfterScore, stream)
+               : launchSelect<2>(view, layer, selection, begin, end, sharedBytes, isAfterScore, stream);
 }
 
 } // namespace trtllm_shadowkv::kernels

@@ -95,7 +95,8 @@ struct Residual
 enum Fault : uint32_t
 {
     kFAULT_POSITION = 1U, // position_ids differs from the row's length - 1
-    kFAULT_SLOT = 2U      // a slot out of range
+    kFAULT_SLOT = 2U,     // a slot out of range
+    kFAULT_KEYS = 4U      // keys of a row being sealed are not finite
 };
 
 // Passed to kernels by value. T is the 2-byte type of `element`. Index order is from slowest to fastest; every array

@@ -1,6 +1,7 @@
 #include "kernels/gather/gather.h"
+#include "kernels/launch.cuh"
 
-#include "kernels/gather/copy.cuh"
+#include "kernels/ptx.cuh"
 
 namespace trtllm_shadowkv::kernels
 {
@@ -70,8 +71,7 @@ cudaError_t gather(uint64_t const* sources, uint64_t const* destinations, int64_
     }
     uint32_t const unitsPerChunk = static_cast<uint32_t>(chunkBytes / kGATHER_ALIGNMENT);
     uint32_t const units = static_cast<uint32_t>(count) * unitsPerChunk; // at most 2^30
-    gatherKernel<<<blocks, kTHREADS, 0, stream>>>(sources, destinations, units, unitsPerChunk);
-    return cudaGetLastError();
+    return launch(gatherKernel, blocks, kTHREADS, 0, stream, sources, destinations, units, unitsPerChunk);
 }
 
 } // namespace trtllm_shadowkv::kernels

@@ -7,29 +7,27 @@
 #pragma once
 
 #include "kernels/decode/view.h"
+#include "kernels/ptx.cuh"
 
 #include <cuda_runtime_api.h>
 
 namespace trtllm_shadowkv::kernels
 {
 
-// Waits until the kernel before has ended and what it wrote can be read.
-__device__ __forceinline__ void afterPrevious()
+// kernel<<<grid, threads, sharedBytes, stream>>>(arguments...), and what became of it.
+template <typename... P, typename... A>
+cudaError_t launch(
+    void (*kernel)(P...), dim3 grid, int32_t threads, int32_t sharedBytes, cudaStream_t stream, A const&... arguments)
 {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<uint32_t>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(sharedBytes);
+    config.stream = stream;
+    return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
 }
 
-// Once a thread of every block has called it, or the block has ended, the next kernel's blocks start where there is room.
-__device__ __forceinline__ void letNextStart()
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// kernel<<<grid, threads, sharedBytes, stream>>>(arguments...) of a kernel that calls afterPrevious().
+// The same for a kernel that calls afterPrevious().
 template <typename... P, typename... A>
 cudaError_t launchEarly(View const& view, void (*kernel)(P...), dim3 grid, int32_t threads, int32_t sharedBytes,
     cudaStream_t stream, A const&... arguments)
