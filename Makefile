@@ -1,7 +1,7 @@
 # make demo    from a fresh clone to a long prompt answered on the CPU
 # make test    everything CI checks
 # make venv    only the virtual environment, with what builds the package
-# make test-gpu, sanitize-gpu, bench-kernels    on a machine with a GPU: its CMake and CUDA toolkit, and PYTHON's torch and pytest
+# make test-gpu, sanitize-gpu, bench-kernels, bench-context    on a machine with a GPU: its CMake and CUDA toolkit, and PYTHON's torch and pytest
 #
 # PYTHON=python3.12 VENV=.venv INSTALLER=auto|uv|pip PYTEST="-n 10" (of test-gpu, with pytest-xdist)
 
@@ -23,7 +23,7 @@ editable := $(bin)/python -m pip install --quiet --no-deps --no-build-isolation 
 packaging := pyproject.toml CMakeLists.txt trtllm_shadowkv/names.py $(wildcard cmake/*)
 native := $(shell find plugins -type f)
 
-.PHONY: help venv demo test test-gpu sanitize-gpu bench-kernels check
+.PHONY: help venv demo test test-gpu sanitize-gpu bench-kernels bench-context check
 
 help:
 	@sed -n 's/^# \(make\|PYTHON\)/\1/p' Makefile
@@ -58,6 +58,9 @@ sanitize-gpu: $(gpu_library) | check
 
 bench-kernels: $(gpu_library) | check
 	$(on_gpu) trtllm_shadowkv.bench.kernels --output docs/results/kernels-h200.json
+
+bench-context: $(gpu_library) | check
+	$(on_gpu) trtllm_shadowkv.bench.context --output docs/results/context-h200.json
 
 $(CURDIR)/out/gpu/plugins/libtrtllm_shadowkv.so: $(packaging) $(native)
 	TRTLLM_SHADOWKV_CUDA=ON cmake -S . -B out/gpu -DPython_EXECUTABLE="$$(command -v $(PYTHON))" -DCMAKE_CUDA_ARCHITECTURES=native

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,10 +28,14 @@ class _DeviceMemory:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def device_tensor(address: int, shape: Sequence[int], dtype: torch.dtype, device: int = 0) -> Tensor:
-    """Device memory as a tensor that shares it and does not own it."""
+def device_tensor(address: int, shape: Sequence[int], dtype: torch.dtype, device: str = "cuda:0") -> Tensor:
+    """Device memory as a tensor that shares it and does not own it; ``device`` ``cpu`` for that of an emulated GPU."""
     size = torch.Size(shape).numel() * dtype.itemsize
-    memory: Tensor = torch.as_tensor(_DeviceMemory(address, size), device=f"cuda:{device}")
+    memory: Tensor
+    if device == "cpu":
+        memory = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+    else:
+        memory = torch.as_tensor(_DeviceMemory(address, size), device=device)
     shaped: Tensor = memory.view(dtype).view(tuple(shape))
     return shaped
 
@@ -78,7 +83,8 @@ class CudaMemory:
         hit_counts, miss_counts: [max_batch, H] int32; entries: [max_batch, H, top_k, 2] int32, (chunk, slot).
     """
 
-    def __init__(self, state: CudaState) -> None:
+    def __init__(self, state: CudaState, device: str = "cuda") -> None:
+        """``device``: of the tensors; of ``cuda`` the state's."""
         m, k = state.model, state.config
         assert k.rank is not None
         self.state = state
@@ -90,7 +96,7 @@ class CudaMemory:
         at = state.buffers()
 
         def pool(name: str, *size: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return device_tensor(at[name], size, dtype, state.device)
+            return device_tensor(at[name], size, dtype, f"cuda:{state.device}" if device == "cuda" else device)
 
         live = pool("live", layers, state.live_pages, 2, h * PAGE_TOKENS * d)
         self.live_keys = live[:, :, 0].unflatten(-1, (h, PAGE_TOKENS, d))

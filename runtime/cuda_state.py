@@ -236,17 +236,40 @@ class CudaState(NativeHandle):
         """For tests: fill the pools, unless a slot is in use, and a layer's scratch memory with bytes 0xff; waits."""
         self._call("tsk_state_poison")
 
-    # --- a step -------------------------------------------------------------------------------------------------------
+    def seal_prompt(self, slot: int, stream: int) -> None:
+        """Seal every chunk that is outside the window at the row's next token, and give back its other live pages.
 
-    def begin_pass(self, kind: PassKind, slots: Sequence[int], start: int, length: int, is_last: bool) -> None:
-        """Announce a generation pass, also before each replay of a captured graph.
+        Keys that are not finite set bit 4 of :meth:`fault`, and the row is of no use.
 
         Raises:
-            StateError: a context pass, or rows that cannot take a step; no row has advanced.
+            StateError: its prompt is not done, or it need not be sealed; nothing was done.
         """
-        if kind != "generation":
-            raise StateError(f"a {kind} pass", "a generation pass", "rows are filled by load_row")
+        self._call("tsk_state_seal_prompt", slot, stream)
+
+    # --- a pass -------------------------------------------------------------------------------------------------------
+
+    def begin_pass(
+        self, kind: PassKind, slots: Sequence[int], start: int, length: int, is_last: bool, stream: int | None = None
+    ) -> None:
+        """Announce a pass; a generation pass also before each replay of a captured graph.
+
+        Args:
+            kind, slots, start, length, is_last: see ``State.begin_pass``.
+            stream: of the pass (context only).
+
+        Raises:
+            StateError: rows that cannot take this pass; no row has advanced.
+        """
         check_pass(self._rows(slots), self.must_seal, kind, slots, start, length)
+        if kind == "context":
+            row = self.row(slots[0])
+            if is_last != (start + length == row.prompt_tokens):
+                end = "ends" if is_last else "does not end"
+                raise StateError(
+                    f"a stretch to token {start + length} that {end} the prompt", f"a prompt of {row.prompt_tokens}"
+                )
+            self._call("tsk_state_begin_context", slots[0], start, length, stream)
+            return
         batch = [whole("slot", s, 32) for s in slots]
         self._call("tsk_state_begin_generation", (ctypes.c_int32 * len(batch))(*batch), len(batch))
 
@@ -257,7 +280,10 @@ class CudaState(NativeHandle):
     def landmark_topk(
         self, layer: int, qkv: int, positions: int, batch: int, q: int, selection: int | None, stream: int
     ) -> None:
-        """RoPE, append, seal, scores, selection, and the start of the fetch; writes ``q`` and ``selection``."""
+        """RoPE and append; in a generation pass also seal, scores, selection, and the start of the fetch.
+
+        Writes ``q`` and ``selection``. ``batch``: rows, or in a context pass the tokens of the stretch.
+        """
         self._call("tsk_landmark_topk", layer, qkv, positions, batch, q, selection, stream)
 
     def key_reconstruct(self, layer: int, batch: int, stream: int) -> None:
@@ -265,7 +291,7 @@ class CudaState(NativeHandle):
         self._call("tsk_key_reconstruct", layer, batch, stream)
 
     def sparse_attention(self, layer: int, q: int, batch: int, out: int, stream: int) -> None:
-        """Attention over outliers, selected chunks and live tokens; writes ``out``."""
+        """Attention over outliers, selected chunks and live tokens, in a context pass causally; writes ``out``."""
         self._call("tsk_sparse_attention", layer, q, batch, out, stream)
 
     def stage(

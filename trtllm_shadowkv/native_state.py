@@ -87,11 +87,11 @@ class RowInfo:
     Attributes:
         length: tokens, after the last ``begin_pass``.
         prompt_tokens, total_tokens, top_k, dense: as allocated.
-        prompt_done: it was loaded.
+        prompt_done: its prompt was read, or it was loaded.
         sealed: it is sealed.
-        must_seal: one more token would take it over its dense limit; it takes no step before it is loaded as sealed.
+        must_seal: one more token would take it over its dense limit; it takes no step before it is sealed.
         published: sealed chunks that may be selected.
-        prompt_chunks: those of them that were sealed when it was loaded.
+        prompt_chunks: those of them that were sealed together, not one at a time.
         live_pages, sealed_pages: pages it holds.
         sealed_row: its index into what only sealed rows have; −1 where it is never sealed.
         value_stride: chunks from one KV head's values to the next one's.
@@ -150,6 +150,8 @@ _FUNCTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
     "tsk_state_statistics": (("state", _ADDRESS), ("slot", _I32), *_numbers(_ADDRESS, "statistics stream")),
     "tsk_state_fault": _numbers(_ADDRESS, "state fault stream"),
     "tsk_state_poison": _numbers(_ADDRESS, "state"),
+    "tsk_state_begin_context": (("state", _ADDRESS), *_numbers(_I32, "slot start length"), ("stream", _ADDRESS)),
+    "tsk_state_seal_prompt": (("state", _ADDRESS), ("slot", _I32), ("stream", _ADDRESS)),
     "tsk_state_begin_generation": (*_numbers(_ADDRESS, "state slots"), ("batch", _I32)),
     "tsk_step_prologue": (*_numbers(_ADDRESS, "state slots"), ("batch", _I32), ("stream", _ADDRESS)),
     "tsk_landmark_topk": (("state", _ADDRESS), *_STEP, *_numbers(_ADDRESS, "q selection stream")),

@@ -126,6 +126,12 @@ __device__ __forceinline__ void copyAsync(uint32_t to, void const* from)
     }
 }
 
+// 16 bytes in shared memory: the first `bytes` of them copied, 0 to 16, the others zero.
+__device__ __forceinline__ void copyAsyncPart(uint32_t to, void const* from, int32_t bytes)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
 // Ends a group of copies.
 __device__ __forceinline__ void commitCopies()
 {

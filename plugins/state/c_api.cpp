@@ -1,7 +1,7 @@
 #include "state/c_api.h"
 
 #include "state/cuda_objects.h"
-#include "state/decode_state.h"
+#include "state/cuda_state.h"
 #include "state/device.h"
 #include "state/failure.h"
 #include "state/link.h"
@@ -21,7 +21,7 @@
 struct tsk_state
 {
     std::mutex mutex; // of every call but the last
-    std::unique_ptr<trtllm_shadowkv::DecodeState> state;
+    std::unique_ptr<trtllm_shadowkv::CudaState> state;
 };
 
 struct tsk_pinned
@@ -33,7 +33,7 @@ struct tsk_pinned
 namespace
 {
 
-using trtllm_shadowkv::DecodeState;
+using trtllm_shadowkv::CudaState;
 using trtllm_shadowkv::DeviceGuard;
 using trtllm_shadowkv::Failure;
 using trtllm_shadowkv::RowRequest;
@@ -202,7 +202,7 @@ tsk_status tsk_state_create(tsk_state_config const* config, tsk_state** state)
             *state = nullptr;
             trtllm_shadowkv::requireThat(config != nullptr, "config is null", "the address of a tsk_state_config");
             auto created = std::make_unique<tsk_state>();
-            created->state = DecodeState::create(*config);
+            created->state = CudaState::create(*config);
             *state = created.release();
         });
 }
@@ -221,7 +221,7 @@ tsk_status tsk_state_destroy(tsk_state* state)
 tsk_status tsk_state_describe(tsk_state* state, tsk_buffers* buffers)
 {
     return withState(state,
-        [&](DecodeState& s)
+        [&](CudaState& s)
         {
             requirePointer(buffers, "buffers");
             *buffers = s.describe();
@@ -232,7 +232,7 @@ tsk_status tsk_state_allocate(tsk_state* state, int32_t slot, int32_t prompt_tok
     int32_t top_k, int32_t dense, uint64_t const* value_addresses, int32_t value_stride, void* stream)
 {
     return withState(state,
-        [&](DecodeState& s)
+        [&](CudaState& s)
         {
             RowRequest const request{prompt_tokens, total_tokens, top_k, dense != 0, value_addresses, value_stride};
             s.allocate(slot, request, streamOf(stream));
@@ -241,18 +241,18 @@ tsk_status tsk_state_allocate(tsk_state* state, int32_t slot, int32_t prompt_tok
 
 tsk_status tsk_state_load_row(tsk_state* state, int32_t slot, int32_t length, void* stream)
 {
-    return withState(state, [&](DecodeState& s) { s.load(slot, length, streamOf(stream)); });
+    return withState(state, [&](CudaState& s) { s.load(slot, length, streamOf(stream)); });
 }
 
 tsk_status tsk_state_release(tsk_state* state, int32_t slot)
 {
-    return withState(state, [&](DecodeState& s) { s.release(slot); });
+    return withState(state, [&](CudaState& s) { s.release(slot); });
 }
 
 tsk_status tsk_state_row(tsk_state* state, int32_t slot, tsk_row* row)
 {
     return withState(state,
-        [&](DecodeState& s)
+        [&](CudaState& s)
         {
             requirePointer(row, "row");
             *row = s.row(slot);
@@ -262,7 +262,7 @@ tsk_status tsk_state_row(tsk_state* state, int32_t slot, tsk_row* row)
 tsk_status tsk_state_pages(tsk_state* state, int32_t slot, int32_t kind, int32_t* ids, int32_t capacity, int32_t* count)
 {
     return withState(state,
-        [&](DecodeState& s)
+        [&](CudaState& s)
         {
             requirePointer(count, "count");
             trtllm_shadowkv::requireRange("capacity", capacity, 0, INT32_MAX);
@@ -279,7 +279,7 @@ tsk_status tsk_state_pages(tsk_state* state, int32_t slot, int32_t kind, int32_t
 tsk_status tsk_state_statistics(tsk_state* state, int32_t slot, tsk_statistics* statistics, void* stream)
 {
     return withState(state,
-        [&](DecodeState& s)
+        [&](CudaState& s)
         {
             requirePointer(statistics, "statistics");
             *statistics = s.statistics(slot, streamOf(stream));
@@ -289,7 +289,7 @@ tsk_status tsk_state_statistics(tsk_state* state, int32_t slot, tsk_statistics* 
 tsk_status tsk_state_fault(tsk_state* state, uint32_t* fault, void* stream)
 {
     return withState(state,
-        [&](DecodeState& s)
+        [&](CudaState& s)
         {
             requirePointer(fault, "fault");
             *fault = s.fault(streamOf(stream));
@@ -298,13 +298,23 @@ tsk_status tsk_state_fault(tsk_state* state, uint32_t* fault, void* stream)
 
 tsk_status tsk_state_poison(tsk_state* state)
 {
-    return withState(state, [](DecodeState& s) { s.poison(); });
+    return withState(state, [](CudaState& s) { s.poison(); });
+}
+
+tsk_status tsk_state_begin_context(tsk_state* state, int32_t slot, int32_t start, int32_t length, void* stream)
+{
+    return withState(state, [&](CudaState& s) { s.beginContext(slot, start, length, streamOf(stream)); });
+}
+
+tsk_status tsk_state_seal_prompt(tsk_state* state, int32_t slot, void* stream)
+{
+    return withState(state, [&](CudaState& s) { s.sealPrompt(slot, streamOf(stream)); });
 }
 
 tsk_status tsk_state_begin_generation(tsk_state* state, int32_t const* slots, int32_t batch)
 {
     return withState(state,
-        [&](DecodeState& s)
+        [&](CudaState& s)
         {
             trtllm_shadowkv::requireThat(slots != nullptr, "slots is null", "the host address of the batch's slots");
             s.beginGeneration(slots, batch);
@@ -313,32 +323,32 @@ tsk_status tsk_state_begin_generation(tsk_state* state, int32_t const* slots, in
 
 tsk_status tsk_step_prologue(tsk_state* state, int32_t const* slots, int32_t batch, void* stream)
 {
-    return withState(state, [&](DecodeState& s) { s.prologue(slots, batch, streamOf(stream)); });
+    return withState(state, [&](CudaState& s) { s.prologue(slots, batch, streamOf(stream)); });
 }
 
 tsk_status tsk_landmark_topk(tsk_state* state, int32_t layer, void const* qkv, int32_t const* positions, int32_t batch,
     void* q, int32_t* selection, void* stream)
 {
     StepArguments const arguments{layer, batch, qkv, positions, q, selection, nullptr, streamOf(stream)};
-    return withState(state, [&](DecodeState& s) { s.landmarkTopK(arguments); });
+    return withState(state, [&](CudaState& s) { s.landmarkTopK(arguments); });
 }
 
 tsk_status tsk_key_reconstruct(tsk_state* state, int32_t layer, int32_t batch, void* stream)
 {
     StepArguments const arguments{layer, batch, nullptr, nullptr, nullptr, nullptr, nullptr, streamOf(stream)};
-    return withState(state, [&](DecodeState& s) { s.keyReconstruct(arguments); });
+    return withState(state, [&](CudaState& s) { s.keyReconstruct(arguments); });
 }
 
 tsk_status tsk_sparse_attention(tsk_state* state, int32_t layer, void const* q, int32_t batch, void* out, void* stream)
 {
     // Attention only reads q.
     StepArguments const arguments{layer, batch, nullptr, nullptr, const_cast<void*>(q), nullptr, out, streamOf(stream)};
-    return withState(state, [&](DecodeState& s) { s.sparseAttention(arguments); });
+    return withState(state, [&](CudaState& s) { s.sparseAttention(arguments); });
 }
 
 tsk_status tsk_state_stage(tsk_state* state, int32_t stage, int32_t layer, int32_t begin, int32_t end, int32_t batch,
     void const* qkv, int32_t const* positions, void* q, int32_t* selection, void* out, void* stream)
 {
     StepArguments const arguments{layer, batch, qkv, positions, q, selection, out, streamOf(stream)};
-    return withState(state, [&](DecodeState& s) { s.stage(stage, {begin, end}, arguments); });
+    return withState(state, [&](CudaState& s) { s.stage(stage, {begin, end}, arguments); });
 }

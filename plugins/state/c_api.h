@@ -83,8 +83,13 @@ TSK_API tsk_status tsk_pinned_destroy(tsk_pinned* pinned);
 
 /* --- a state: the keys and values of all sequences of one model on one GPU ------------------------------------------
  *
- * Rows are addressed by slot. A row is allocated, filled by the caller (tsk_state_describe says where), loaded, and
- * then grows by one token a step:
+ * Rows are addressed by slot. A row is allocated; its prompt is read, a stretch a pass:
+ *
+ *   tsk_state_begin_context      host: the next stretch of a row's prompt
+ *   tsk_landmark_topk, tsk_key_reconstruct, tsk_sparse_attention   for each layer, with the stretch's tokens as batch
+ *
+ * (for tests, the caller may fill it instead, tsk_state_describe says where, and load it); tsk_state_seal_prompt seals
+ * it where tsk_row says must_seal; and then it grows by one token a step:
  *
  *   tsk_state_begin_generation   host: may these rows take a step? Also before each replay of a captured graph
  *   tsk_step_prologue            at the head of a step
@@ -221,12 +226,25 @@ typedef struct
 /* Waits for the stream. */
 TSK_API tsk_status tsk_state_statistics(tsk_state* state, int32_t slot, tsk_statistics* statistics, void* stream);
 
-/* Reads and clears kernels::Fault bits: kernels found wrong positions (1) or slots (2). Waits for the stream. */
+/* Reads and clears kernels::Fault bits: kernels found wrong positions (1) or slots (2), or keys to seal that are not
+ * finite (4). Waits for the stream. */
 TSK_API tsk_status tsk_state_fault(tsk_state* state, uint32_t* fault, void* stream);
 
 /* For tests: fills pools, unless a slot is in use, and what is rewritten in each layer of a step with bytes 0xff. Waits
  * until that is done; no step may be running. */
 TSK_API tsk_status tsk_state_poison(tsk_state* state);
+
+/* --- a prompt ----------------------------------------------------------------------------------------------------- */
+
+/* Announces tokens [start, start + length) of the row's prompt: start is its length so far. The pass's ops then take
+ * qkv, positions, q and out of `length` tokens; `selection`, which may be null, is set to -1. The row's prompt is done
+ * with its last token. Where a pass fails, the row is of no use and is to be released. */
+TSK_API tsk_status tsk_state_begin_context(tsk_state* state, int32_t slot, int32_t start, int32_t length, void* stream);
+
+/* Seals a row of which tsk_row says must_seal: factors, landmarks, outlier chunks, values; its live pages but those of
+ * the window are free for other rows, whose work on the same stream comes later. Keys that are not finite set fault
+ * bit 4, and the row is of no use. Not to be captured. */
+TSK_API tsk_status tsk_state_seal_prompt(tsk_state* state, int32_t slot, void* stream);
 
 /* --- a step ------------------------------------------------------------------------------------------------------- */
 

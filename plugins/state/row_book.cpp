@@ -113,42 +113,87 @@ BookRow const& RowBook::load(int32_t slot, int32_t length)
     {
         throw Failure(TSK_WRONG_STATE, nameOf(slot) + " is sealed; expected a row that is not; release it first");
     }
-    bool const seals = row.canSeal && mRule.sealsAt(length);
-    if (seals)
-    {
-        int32_t const ring = mRule.ring();
-        int32_t const published = mRule.sealedChunks(int64_t{length} + 1);
-        int32_t const first = published * mRule.chunkSize / kLIVE_PAGE_TOKENS;
-        int32_t const last = (length - 1) / kLIVE_PAGE_TOKENS;
-        // Those of the window go where a ring looks for them, others fill it, the rest goes back.
-        std::vector<int32_t> kept(static_cast<size_t>(ring), -1);
-        std::vector<int32_t> others;
-        for (int32_t i = 0; i < static_cast<int32_t>(row.livePages.size()); ++i)
-        {
-            if (i >= first && i <= last)
-            {
-                kept[i % ring] = row.livePages[i];
-            }
-            else
-            {
-                others.push_back(row.livePages[i]);
-            }
-        }
-        size_t next = 0;
-        for (int32_t& page : kept)
-        {
-            page = page < 0 ? others[next++] : page;
-        }
-        others.erase(others.begin(), others.begin() + static_cast<std::ptrdiff_t>(next));
-        row.livePages = std::move(kept);
-        row.published = published;
-        row.promptChunks = published;
-        mLive.give(others);
-    }
     row.length = length;
     row.loaded = true;
-    row.sealed = seals;
+    if (mustSeal(row))
+    {
+        cutDown(row);
+    }
     return row;
+}
+
+BookRow const& RowBook::beginContext(int32_t slot, int32_t start, int32_t length)
+{
+    BookRow& row = find(slot);
+    if (row.loaded)
+    {
+        throw Failure(TSK_WRONG_STATE, nameOf(slot) + " has its whole prompt of " + std::to_string(row.length)
+                                           + " tokens; expected one that has not");
+    }
+    requireRange("start", start, row.length, row.length);
+    requireRange("length", length, 1, row.promptTokens - start);
+    row.length += length;
+    row.loaded = row.length == row.promptTokens;
+    bool const promptSeals = row.canSeal && mRule.sealsAt(row.promptTokens);
+    row.stored
+        = promptSeals ? std::min(row.length / mRule.chunkSize, mRule.sealedChunks(int64_t{row.promptTokens} + 1)) : 0;
+    return row;
+}
+
+BookRow const& RowBook::sealable(int32_t slot) const
+{
+    BookRow const& row = at(slot);
+    if (!mustSeal(row))
+    {
+        std::string const why = row.sealed   ? " is sealed already"
+                                : row.loaded ? " holds " + std::to_string(row.length) + " tokens and stays dense"
+                                             : " has only a part of its prompt";
+        throw Failure(
+            TSK_WRONG_STATE, nameOf(slot) + why + "; expected a row that the next token takes over its dense limit");
+    }
+    return row;
+}
+
+BookRow const& RowBook::seal(int32_t slot)
+{
+    sealable(slot);
+    BookRow& row = find(slot);
+    cutDown(row);
+    return row;
+}
+
+// Marks the row as sealed and gives back the live pages that hold nothing of its window.
+void RowBook::cutDown(BookRow& row)
+{
+    int32_t const ring = mRule.ring();
+    int32_t const published = mRule.sealedChunks(int64_t{row.length} + 1);
+    int32_t const first = published * mRule.chunkSize / kLIVE_PAGE_TOKENS;
+    int32_t const last = (row.length - 1) / kLIVE_PAGE_TOKENS;
+    // Those of the window go where a ring looks for them, others fill it, the rest goes back.
+    std::vector<int32_t> kept(static_cast<size_t>(ring), -1);
+    std::vector<int32_t> others;
+    for (int32_t i = 0; i < static_cast<int32_t>(row.livePages.size()); ++i)
+    {
+        if (i >= first && i <= last)
+        {
+            kept[i % ring] = row.livePages[i];
+        }
+        else
+        {
+            others.push_back(row.livePages[i]);
+        }
+    }
+    size_t next = 0;
+    for (int32_t& page : kept)
+    {
+        page = page < 0 ? others[next++] : page;
+    }
+    others.erase(others.begin(), others.begin() + static_cast<std::ptrdiff_t>(next));
+    row.livePages = std::move(kept);
+    row.published = published;
+    row.promptChunks = published;
+    row.sealed = true;
+    mLive.give(others);
 }
 
 void RowBook::release(int32_t slot)

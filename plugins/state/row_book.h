@@ -37,6 +37,7 @@ struct BookRow
     int32_t published{0};
     int32_t promptChunks{0};
     int32_t valueStride{0};
+    int32_t stored{0};                // chunks whose values a context pass has brought to the value region
     std::vector<int32_t> livePages;   // page of token p: entry p / 128 % size
     std::vector<int32_t> sealedPages; // page of chunk c: entry c * C / 512
     std::vector<int32_t> sealedRow;   // one id, none where it cannot be sealed
@@ -53,6 +54,17 @@ public:
 
     // Throws Failure: TSK_INVALID_ARGUMENT, TSK_WRONG_STATE (nothing allocated, or sealed already).
     BookRow const& load(int32_t slot, int32_t length);
+
+    // The next stretch of the row's prompt. Throws Failure: TSK_INVALID_ARGUMENT, TSK_WRONG_STATE (nothing allocated, or
+    // its prompt is done).
+    BookRow const& beginContext(int32_t slot, int32_t start, int32_t length);
+
+    // A row that may be sealed now. Throws Failure: TSK_INVALID_ARGUMENT, TSK_WRONG_STATE (nothing allocated, its prompt
+    // is not done, or it need not be sealed).
+    BookRow const& sealable(int32_t slot) const;
+
+    // Seals it: only the live pages of its window are left. Throws Failure: as sealable.
+    BookRow const& seal(int32_t slot);
 
     // Throws Failure: TSK_INVALID_ARGUMENT. Nothing to do where the slot is free.
     void release(int32_t slot);
@@ -78,6 +90,7 @@ private:
     void requireSlot(int32_t slot) const;
     void requireRequest(RowRequest const& request, bool canSeal, int32_t leastStride) const;
     BookRow& find(int32_t slot);
+    void cutDown(BookRow& row);
     void requireStep(int32_t slot) const;
 
     kernels::View mSizes;

@@ -1,8 +1,10 @@
 #include "state/state_memory.h"
 
+#include "kernels/context/context.h"
 #include "kernels/decode/rope_table.h"
 #include "state/failure.h"
 
+#include <algorithm>
 #include <initializer_list>
 #include <string>
 #include <type_traits>
@@ -17,7 +19,8 @@ using namespace kernels;
 
 constexpr size_t kALIGNMENT = 256; // bytes: where every array begins
 constexpr uint64_t kMAX_ARRAY = uint64_t{1} << 46;
-constexpr int kPOISON = 0xff; // NaN in every floating-point type here, -1 in integers
+constexpr int64_t kSEAL_SCRATCH = int64_t{1} << 27; // bytes: layers sealed at once share that, one at least
+constexpr int kPOISON = 0xff;                       // NaN in every floating-point type here, -1 in integers
 
 // Hands out parts of one block. Without a block it only counts, and every address is null.
 class Bump
@@ -124,6 +127,16 @@ void placeScratch(View& v, Bump& scratch)
     scratch.place(v.partials, {fixedPartials(v) + fixed, v.group, v.headSize + 2});
 }
 
+size_t sealBytes(View const& v, int64_t maxTokens)
+{
+    if (v.sealedRows == 0)
+    {
+        return 0;
+    }
+    int64_t const layer = sealScratchBytes(v, static_cast<int32_t>(maxTokens / v.chunkSize));
+    return static_cast<size_t>(layer * std::clamp<int64_t>(kSEAL_SCRATCH / layer, 1, v.layers));
+}
+
 std::unique_ptr<DeviceArray<std::byte>> takeBlock(size_t bytes, char const* what)
 {
     try
@@ -144,7 +157,7 @@ StateBytes layOut(View& v, int64_t maxTokens, Bump kept, Bump pools, Bump scratc
     placeRope(v, kept, maxTokens);
     placePools(v, pools);
     placeScratch(v, scratch);
-    return {kept.used(), pools.used(), scratch.used()};
+    return {kept.used(), pools.used(), std::max(scratch.used(), sealBytes(v, maxTokens))};
 }
 
 } // namespace

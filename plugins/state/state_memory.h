@@ -17,7 +17,7 @@ struct StateBytes
 {
     size_t kept;    // the books of rows, tables, counters: never poisoned, zero at first
     size_t pools;   // what rows own
-    size_t scratch; // what one layer of a step writes before it reads it
+    size_t scratch; // what one layer of a step, or a seal, writes before it reads it
 
     uint64_t total() const noexcept
     {
@@ -38,6 +38,17 @@ public:
 
     // Fills the pools (where `pools`) and scratch memory with bytes 0xff. Throws Failure: TSK_CUDA_ERROR.
     void poison(kernels::View const& view, bool pools, cudaStream_t stream) const;
+
+    // A step's scratch memory, which a seal may use between steps: enough for one layer of the longest row at least.
+    void* scratch() const noexcept
+    {
+        return mScratch->data();
+    }
+
+    size_t scratchBytes() const noexcept
+    {
+        return mScratch->bytes();
+    }
 
 private:
     using Block = std::unique_ptr<DeviceArray<std::byte>>;

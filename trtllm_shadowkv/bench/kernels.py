@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 import statistics
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch
 import torch.profiler
 
 from trtllm_shadowkv.bench.gpu_baselines import copy_bandwidth, dense_baseline, elapsed, microseconds, torch_stages
-from trtllm_shadowkv.bench.report import report
+from trtllm_shadowkv.bench.report import as_json, gpu_report
 from trtllm_shadowkv.bench.synthetic import (
     CHUNK,
     HEAD_SIZE,
@@ -190,12 +189,6 @@ def seal_cost(rows: SyntheticRows) -> dict[str, float]:
     return {"sealing": sealing, "other": other, "share": max(0.0, sealing - other) / CHUNK / other}
 
 
-def as_json(head: dict[str, Any], rows: Rows) -> str:
-    """One row a line."""
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 24])
@@ -211,11 +204,8 @@ def main() -> None:
     copy = copy_bandwidth()
     link = 1e9 * library.measure_link(0, 2048, 1 << 30)
     found: Rows = []
-    device = library.device_info(0)
-    data = report("make bench-kernels", None)
-    del data["results"]
-    data |= {"gpu": device.name, "copy_gigabytes_per_second": copy / 1e9, "link_gigabytes_per_second": link / 1e9}
-    data["versions"] |= {"driver": device.driver_version, "cuda": device.runtime_version}
+    data = gpu_report("make bench-kernels")
+    data |= {"copy_gigabytes_per_second": copy / 1e9, "link_gigabytes_per_second": link / 1e9}
     cases = [(b, s) for s in sorted(o.contexts, reverse=True) for b in sorted(o.batches, reverse=True)]
     if 1 in o.batches and len(o.contexts) > 1:
         cases.append((1, 131_072))

@@ -40,6 +40,23 @@ def report(command: str, results: Any) -> dict[str, Any]:
     }
 
 
+def gpu_report(command: str) -> dict[str, Any]:
+    """The head of a report of what ran on GPU 0; its rows are added by :func:`as_json`."""
+    from trtllm_shadowkv.library import load  # here, because other reports need no library
+
+    device = load().device_info(0)
+    data = report(command, None)
+    del data["results"]
+    data["versions"] |= {"driver": device.driver_version, "cuda": device.runtime_version}
+    return data | {"gpu": device.name}
+
+
+def as_json(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """A report with its rows, one a line."""
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n'
+
+
 def write(data: dict[str, Any], path: str | None) -> None:
     """Print as JSON, and store where a path is given."""
     text = json.dumps(data, indent=2)

@@ -1,5 +1,5 @@
 // Kernels that read a prompt, stretch by stretch, and seal it. None synchronises, and each may be captured; shapes were
-// checked when the view was made (state/decode_state.h).
+// checked when the view was made (state/cuda_state.h).
 //
 // Live pages hold every token of the row: page of token p is entry p / 128 of its table (View::liveTable). Sealed state
 // goes to the row's sealed pages (View::sealedTable) and to its sealed row, as view.h lays it out.
@@ -75,8 +75,9 @@ cudaError_t writeOutliers(View const& view, Seal const& seal, cudaStream_t strea
 // largest key of the layer near 1; into the scratch. Both triangles.
 cudaError_t computeGram(View const& view, Seal const& seal, cudaStream_t stream);
 
-// View::factorB: r orthonormal rows that span, nearly, the r leading eigenvectors of the Gram matrix, by block power
-// iteration; completed by any orthonormal rows where the keys' rank is lower. Deterministic.
+// View::factorB: r orthonormal rows that span, nearly, the r leading eigenvectors of the Gram matrix, by subspace
+// iteration; completed by any orthonormal rows where the keys' rank is lower. Deterministic. Shifts the Gram matrix's
+// diagonal: it is of no use afterwards.
 cudaError_t findBasis(View const& view, Seal const& seal, cudaStream_t stream);
 
 // View::factorA: A = K B^T of the un-rotated keys, rounded to T, with B as it was stored.

@@ -1,5 +1,5 @@
 // Kernels of one decode step, in the order in which a layer launches them. Each launches one kernel on `stream`, never
-// synchronises and may be captured. Shapes were checked when the view was made (state/decode_state.h).
+// synchronises and may be captured. Shapes were checked when the view was made (state/cuda_state.h).
 //
 // Batch rows are [begin, end) of a step's rows; a row group is scored, selected, fetched and finished by itself. No
 // result of a row depends on its neighbours, on its place in the batch or on how rows are grouped.

@@ -1,6 +1,7 @@
 #include "kernels/decode/decode.h"
 #include "kernels/launch.cuh"
 
+#include "kernels/decode/quantise.cuh"
 #include "kernels/decode/scan.cuh"
 
 namespace trtllm_shadowkv::kernels
@@ -13,7 +14,6 @@ constexpr int32_t kWARPS = kTHREADS / 32;
 constexpr int32_t kMAX_BLOCKS = 16;
 constexpr int32_t kTILE = 8192;    // floats of shared memory
 constexpr int32_t kROWS_AHEAD = 8; // rows of B that a thread has in flight
-constexpr float kE4M3_MAX = 448.0F;
 
 // --- A rows ----------------------------------------------------------------------------------------------------------
 
@@ -184,19 +184,6 @@ __device__ __forceinline__ void projectKeys(View const& view, int32_t layer, Ste
 
 // --- landmark and values of a head -----------------------------------------------------------------------------------
 
-// Scale of e4m3 numbers whose largest magnitude in the warp is amax.
-__device__ __forceinline__ float e4m3Scale(float amax)
-{
-    float const scale = amax / kE4M3_MAX;
-    return scale > 0.0F ? scale : 1.0F;
-}
-
-// Two e4m3, the first in the low byte; saturating, NaN stays NaN. True divisions: the oracle's bits.
-__device__ __forceinline__ uint32_t packE4m3(float2 v, float scale)
-{
-    return __nv_cvt_float2_to_fp8x2(make_float2(v.x / scale, v.y / scale), __NV_SATFINITE, __NV_E4M3);
-}
-
 // Landmark `index` (pagedChunk()) from the chunk's keys [C, D], by a warp.
 template <typename T, int32_t D>
 __device__ __forceinline__ void sealLandmark(
@@ -308,13 +295,7 @@ __device__ __forceinline__ void sealHead(
 #pragma unroll
         for (int32_t i = 0; i < 2 * kLOADS; ++i)
         {
-            uint32_t const words[4] = {data[i].x, data[i].y, data[i].z, data[i].w};
-#pragma unroll
-            for (int32_t j = 0; j < 4; ++j)
-            {
-                float2 const v = unpack<T>(words[j]);
-                amax = fmaxf(amax, fmaxf(fabsf(v.x), fabsf(v.y)));
-            }
+            amax = largestOf<T>(data[i], amax);
         }
         float const scale = e4m3Scale(warpMax(amax));
 #pragma unroll
@@ -322,10 +303,7 @@ __device__ __forceinline__ void sealHead(
         {
             if (i / kLOADS < units)
             {
-                uint2 const small
-                    = make_uint2(packE4m3(unpack<T>(data[i].x), scale) | packE4m3(unpack<T>(data[i].y), scale) << 16,
-                        packE4m3(unpack<T>(data[i].z), scale) | packE4m3(unpack<T>(data[i].w), scale) << 16);
-                *reinterpret_cast<uint2*>(target + (i * 32 + lane) * 8) = small;
+                *reinterpret_cast<uint2*>(target + (i * 32 + lane) * 8) = packE4m3<T>(data[i], scale);
             }
         }
         if (lane == 0)

@@ -8,9 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.plugins.gpu.device import DEVICE, EMULATED, synchronize
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = None if torch.cuda.is_available() else "no NVIDIA GPU that torch can use on this machine"
+    missing = None
+    if not EMULATED and not torch.cuda.is_available():
+        missing = "no NVIDIA GPU that torch can use on this machine"
     for item in items:
         if "plugins/gpu" in item.path.as_posix():
             item.add_marker(pytest.mark.gpu)
@@ -20,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    return torch.Generator(device="cuda").manual_seed(20260410)
+    return torch.Generator(device=DEVICE).manual_seed(20260410)
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +32,7 @@ def working_context() -> Iterator[None]:
     """After an illegal access every later CUDA call of the process fails: stop, and let pytest-xdist start another."""
     yield
     try:
-        torch.cuda.synchronize()
+        synchronize()
     except RuntimeError as e:
         if "PYTEST_XDIST_WORKER" in os.environ:
             os._exit(1)

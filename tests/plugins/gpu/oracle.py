@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tests.plugins.gpu.device import DEVICE
 from tests.plugins.gpu.rig import Rig
 from trtllm_shadowkv.reference import rope
 from trtllm_shadowkv.reference.attention import merge, partial_attention
@@ -15,7 +16,7 @@ from trtllm_shadowkv.runtime.cuda_memory import plain_values
 
 def landmarks_of(rig: Rig, layer: int, slot: int, chunks: int) -> Tensor:
     """[H, n, D] float32 as the GPU holds them (e4m3: without the centre, which ranks nothing)."""
-    page, place = rig.sealed_at(slot, torch.arange(chunks, device="cuda"))
+    page, place = rig.sealed_at(slot, torch.arange(chunks, device=DEVICE))
     if rig.shape.landmarks == "element":
         return rig.memory.landmarks[layer][page, :, place].float().transpose(0, 1)
     assert rig.memory.landmark_scales is not None
@@ -31,7 +32,7 @@ def outliers_of(rig: Rig, slot: int) -> int:
 def excluded_of(rig: Rig, layer: int, slot: int, chunks: int) -> Tensor:
     """[H, n] bool: outliers."""
     row = rig.state.sealed_row_of(slot)
-    out = torch.zeros(rig.shape.kv_heads, chunks, dtype=torch.bool, device="cuda")
+    out = torch.zeros(rig.shape.kv_heads, chunks, dtype=torch.bool, device=DEVICE)
     return out.scatter_(1, rig.memory.outlier_ids[layer, row, :, : outliers_of(rig, slot)].long(), True)
 
 
@@ -76,7 +77,7 @@ def slots_of(rig: Rig, layer: int, slot: int, head: int, chunks: Tensor) -> Tens
     order = rig.memory.cache_order[layer, rig.state.sealed_row_of(slot), head]
     held = order[:, 0][:, None] == chunks[None, :]
     assert bool((held.sum(0) == 1).all()), "a selected chunk is not in the cache exactly once"
-    assert torch.equal(order[:, 1].sort().values, torch.arange(len(order), device="cuda", dtype=torch.int32))
+    assert torch.equal(order[:, 1].sort().values, torch.arange(len(order), device=DEVICE, dtype=torch.int32))
     return order[held.int().argmax(0), 1].long()
 
 
@@ -94,7 +95,7 @@ def cached(rig: Rig, layer: int, slot: int, head: int, chunks: Tensor) -> tuple[
 def check_cache(rig: Rig, layer: int, slot: int, selection: Tensor) -> None:
     """Every selected chunk's values are the value pool's bytes and its keys A·B with RoPE."""
     row, c, d = rig.state.sealed_row_of(slot), rig.shape.chunk, rig.shape.head_size
-    frequencies = torch.tensor(rig.model.rope.inverse_frequencies(d), dtype=torch.float32, device="cuda")
+    frequencies = torch.tensor(rig.model.rope.inverse_frequencies(d), dtype=torch.float32, device=DEVICE)
     for h in range(rig.shape.kv_heads):
         chunks = selection[h][selection[h] >= 0].long()
         if not len(chunks):
@@ -105,7 +106,7 @@ def check_cache(rig: Rig, layer: int, slot: int, selection: Tensor) -> None:
         page, place = rig.sealed_at(slot, chunks)
         a = rig.memory.factor_a[layer].unflatten(1, (-1, c))[page, place].float().flatten(0, 1)
         keys = rebuild(a, rig.memory.factor_b[layer, row].T.float(), h, d)
-        positions = (chunks[:, None] * c + torch.arange(c, device="cuda")).flatten()
+        positions = (chunks[:, None] * c + torch.arange(c, device=DEVICE)).flatten()
         keys = rope.rotate(keys, positions, frequencies)
         found = rig.memory.cache_keys[layer, row, h][at].float().flatten(0, 1)
         close(found, keys, 8e-3)

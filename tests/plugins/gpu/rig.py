@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.plugins.gpu.device import DEVICE, new_stream, synchronize, working_on
 from tests.reference.driver import make_model
 from trtllm_shadowkv.config import ShadowKVConfig
 from trtllm_shadowkv.models import ModelConfig
@@ -82,18 +83,22 @@ class Rig:
             row_groups=shape.groups,
         )
         self.state.poison()
-        self.stream = torch.cuda.Stream()
-        self.memory = CudaMemory(self.state)
+        self.stream = new_stream()
+        self.memory = CudaMemory(self.state, DEVICE)
         self.dtype, self.value_dtype = self.memory.dtype, self.memory.value_dtype
         self.values_on_gpu = values_on_gpu
         self.slabs: dict[int, PinnedSlab] = {}
         self.values: dict[int, Tensor] = {}
 
     def close(self) -> None:
-        torch.cuda.synchronize()
+        synchronize()
         self.state.close()
         for slab in self.slabs.values():
             slab.close()
+
+    def synchronize(self) -> None:
+        """Waits for all work on the device."""
+        synchronize()
 
     def __enter__(self) -> Rig:
         return self
@@ -105,13 +110,13 @@ class Rig:
 
     def sealed_at(self, slot: int, chunks: Tensor) -> tuple[Tensor, Tensor]:
         """Page and place in the page of chunks of a row."""
-        pages = torch.tensor(self.state.sealed_pages_of(slot), device="cuda")
+        pages = torch.tensor(self.state.sealed_pages_of(slot), device=DEVICE)
         per_page = SEALED_PAGE // self.shape.chunk
         return pages[chunks // per_page], chunks % per_page
 
     def live_at(self, slot: int, tokens: Tensor) -> Tensor:
         """Page of tokens of a row."""
-        pages = torch.tensor(self.state.live_pages_of(slot), device="cuda")
+        pages = torch.tensor(self.state.live_pages_of(slot), device=DEVICE)
         return pages[tokens // PAGE % len(pages)]
 
     # --- rows -----------------------------------------------------------------------------------------------------
@@ -125,7 +130,7 @@ class Rig:
             bytes_of_layer = s.kv_heads * stride * s.chunk * s.head_size * self.value_dtype.itemsize
             size = (s.layers, s.kv_heads, stride, s.chunk // UNIT, s.head_size, UNIT)
             if self.values_on_gpu:
-                raw = torch.full((s.layers * bytes_of_layer,), 0xFF, dtype=torch.uint8, device="cuda")
+                raw = torch.full((s.layers * bytes_of_layer,), 0xFF, dtype=torch.uint8, device=DEVICE)
                 base = raw.data_ptr()
             else:
                 base, raw = self._pinned(slot, s.layers * bytes_of_layer)
@@ -151,21 +156,21 @@ class Rig:
         return slab.device_address, torch.frombuffer(slab.buffer(), dtype=torch.uint8).fill_(0xFF)
 
     def load(self, slot: int, length: int) -> None:
-        torch.cuda.synchronize()  # what the test wrote, on whatever stream
+        synchronize()  # what the test wrote, on whatever stream
         self.state.load_row(slot, length, stream=self.stream.cuda_stream)
-        torch.cuda.synchronize()
+        synchronize()
 
     def write_live(self, slot: int, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
         """Post-RoPE keys and values [H, T, D] of tokens from ``start``."""
-        at = torch.arange(start, start + keys.shape[1], device="cuda")
+        at = torch.arange(start, start + keys.shape[1], device=DEVICE)
         page, place = self.live_at(slot, at), at % PAGE
-        self.memory.live_keys[layer][page, :, place] = keys.to("cuda", self.dtype).transpose(0, 1)
-        values = values.to("cuda", self.dtype).transpose(0, 1)
+        self.memory.live_keys[layer][page, :, place] = keys.to(DEVICE, self.dtype).transpose(0, 1)
+        values = values.to(DEVICE, self.dtype).transpose(0, 1)
         self.memory.live_values[layer][page, :, place // UNIT, :, place % UNIT] = values
 
     def read_live(self, slot: int, layer: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values [H, T, D] float32."""
-        at = torch.arange(start, end, device="cuda")
+        at = torch.arange(start, end, device=DEVICE)
         page, place = self.live_at(slot, at), at % PAGE
         keys = self.memory.live_keys[layer][page, :, place]
         values = self.memory.live_values[layer][page, :, place // UNIT, :, place % UNIT]
@@ -187,11 +192,11 @@ class Rig:
         [H, o], [H, o, C, D], [H, o, C, D]."""
         s, row = self.shape, self.state.sealed_row_of(slot)
         n = means.shape[1]
-        page, place = self.sealed_at(slot, torch.arange(n, device="cuda"))
+        page, place = self.sealed_at(slot, torch.arange(n, device=DEVICE))
         a_pages = self.memory.factor_a[layer].unflatten(1, (-1, s.chunk))
-        a_pages[page, place] = a.to("cuda", self.dtype).unflatten(0, (n, s.chunk))
-        self.memory.factor_b[layer, row] = b.T.to("cuda", self.dtype)
-        means = means.to("cuda").float()
+        a_pages[page, place] = a.to(DEVICE, self.dtype).unflatten(0, (n, s.chunk))
+        self.memory.factor_b[layer, row] = b.T.to(DEVICE, self.dtype)
+        means = means.to(DEVICE).float()
         if self.memory.centres is not None and self.memory.landmark_scales is not None:
             centre = means.nan_to_num().mean(1)
             self.memory.centres[layer, row] = centre
@@ -200,7 +205,7 @@ class Rig:
             self.memory.landmark_scales[layer][page, :, place] = scale[:, :, 0].T
         else:
             self.memory.landmarks[layer][page, :, place] = means.to(self.dtype).transpose(0, 1)
-        units = transposed_units(values.to("cuda"))  # [H, n, C/8, D, 8]
+        units = transposed_units(values.to(DEVICE))  # [H, n, C/8, D, 8]
         if self.memory.value_scales is not None:
             small, scale = quantise(units, (2, 3, 4))
             self.values[slot].view(torch.uint8)[layer, :, :n] = small.view(torch.uint8).to(self.values[slot].device)
@@ -208,13 +213,13 @@ class Rig:
         else:
             self.values[slot][layer, :, :n] = units.to(self.values[slot].device, self.dtype)
         o = outlier_ids.shape[1]
-        ids = outlier_ids.to("cuda")
+        ids = outlier_ids.to(DEVICE)
         self.memory.outlier_ids[layer, row, :, :o] = ids.int()
-        self.memory.outlier_keys[layer, row, :, :o] = outlier_keys.to("cuda", self.dtype)
-        units = transposed_units(outlier_values.to("cuda", self.dtype).flatten(1, 2))
+        self.memory.outlier_keys[layer, row, :, :o] = outlier_keys.to(DEVICE, self.dtype)
+        units = transposed_units(outlier_values.to(DEVICE, self.dtype).flatten(1, 2))
         self.memory.outlier_values[layer, row, :, : units.shape[1]] = units
         words = outlier_words(ids, n)
-        first = torch.arange(words.shape[1], device="cuda") * 32
+        first = torch.arange(words.shape[1], device=DEVICE) * 32
         page, place = self.sealed_at(slot, first)
         self.memory.excluded[layer][page, :, place // 32] = words.T
 
@@ -233,7 +238,7 @@ class Rig:
         k_scale, v_scale = how.get("key_scale", 1.0), how.get("value_scale", 1.0)
 
         def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator, device="cuda")
+            return torch.randn(size, generator=generator, device=DEVICE)
 
         make = how.get("keys", normal)
         for layer in range(s.layers):
@@ -242,8 +247,8 @@ class Rig:
             if not sealed:
                 continue
             o = min(s.outliers, n)
-            others = torch.rand(h, n - 1, generator=generator, device="cuda").argsort(1)[:, : o - 1] + 1
-            ids = torch.cat((torch.zeros(h, 1, dtype=torch.long, device="cuda"), others), 1).sort(1).values
+            others = torch.rand(h, n - 1, generator=generator, device=DEVICE).argsort(1)[:, : o - 1] + 1
+            ids = torch.cat((torch.zeros(h, 1, dtype=torch.long, device=DEVICE), others), 1).sort(1).values
             b = torch.linalg.qr(normal(h * d, s.rank)).Q.T
             a = normal(n * c, s.rank) * k_scale * (h * d / s.rank) ** 0.5
             means = make(h, n, d) * k_scale
@@ -271,13 +276,13 @@ class Rig:
 
     def step(self, slots: Sequence[int], qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A whole generation step, qkv [L, B, width]: q, selection, out of every layer, from poisoned outputs."""
-        with torch.cuda.stream(self.stream):
-            on = torch.tensor(slots, dtype=torch.int32, device="cuda")
+        with working_on(self.stream):
+            on = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
             self.state.begin_pass("generation", slots, 0, 1, False)
             positions = [0 if i < 0 else self.state.length(i) - 1 for i in slots]
-            at = torch.tensor(positions, dtype=torch.int32, device="cuda")
+            at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
             q, selection, out = self.outputs(len(slots))
-            qkv = qkv.to("cuda", self.dtype).contiguous()
+            qkv = qkv.to(DEVICE, self.dtype).contiguous()
             self.run(on, at, qkv, q, selection, out)
         self.stream.synchronize()
         assert self.state.fault(self.stream.cuda_stream) == 0
@@ -286,8 +291,8 @@ class Rig:
     def outputs(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         s = self.shape
         width = s.heads * s.head_size
-        q = torch.full((s.layers, batch, width), torch.nan, dtype=self.dtype, device="cuda")
-        selection = torch.full((s.layers, batch, s.kv_heads, s.top_k), -77, dtype=torch.int32, device="cuda")
+        q = torch.full((s.layers, batch, width), torch.nan, dtype=self.dtype, device=DEVICE)
+        selection = torch.full((s.layers, batch, s.kv_heads, s.top_k), -77, dtype=torch.int32, device=DEVICE)
         return q, selection, torch.full_like(q, torch.nan)
 
     def run(self, slots: Tensor, at: Tensor, qkv: Tensor, q: Tensor, selection: Tensor, out: Tensor) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.plugins.gpu.device import DEVICE, synchronize, working_on
 from tests.plugins.gpu.oracle import check_step
 from tests.plugins.gpu.rig import Rig, Shape
 from tests.plugins.gpu.test_decode_step import qkv_for
@@ -17,7 +18,7 @@ FP8 = replace(SHAPE, landmarks="e4m3", values="e4m3")
 
 
 def generator_of(seed: int) -> torch.Generator:
-    return torch.Generator(device="cuda").manual_seed(seed)
+    return torch.Generator(device=DEVICE).manual_seed(seed)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -36,7 +37,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(shape: Shape) -> None:
         batch_results = []
         qkv = [qkv_for(many, 6, generator_of(100 + i)) for i in range(10)]
         for x in qkv:
-            at = torch.tensor([max(s, 0) for s in order], device="cuda")
+            at = torch.tensor([max(s, 0) for s in order], device=DEVICE)
             batch_results.append(many.step(order, x[:, at]))
         check_step(many, order, *batch_results[-1])
         statistics = [many.state.statistics(s, many.stream.cuda_stream) for s in range(6)]
@@ -63,12 +64,12 @@ def test_one_graph_replayed_a_thousand_times_equals_eager_steps(shape: Shape) ->
             for slot in range(4):
                 rig.fill(slot, lengths[slot], totals[slot], generator_of(slot))
         # One set of inputs and outputs for all replays.
-        on = torch.full((batch,), -1, dtype=torch.int32, device="cuda")
-        at = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        on = torch.full((batch,), -1, dtype=torch.int32, device=DEVICE)
+        at = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
         x = torch.zeros_like(qkv_for(graphed, batch, generator_of(0)).to(graphed.dtype))
         outputs = graphed.outputs(batch)
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
+        synchronize()
         with torch.cuda.graph(graph, stream=graphed.stream):
             graphed.run(on, at, x, *outputs)
         source, previous = generator_of(7), None
@@ -87,7 +88,7 @@ def test_one_graph_replayed_a_thousand_times_equals_eager_steps(shape: Shape) ->
             previous = qkv_for(eager, batch, source, previous)
             expected = eager.step(slots, previous)
             graphed.state.begin_pass("generation", slots, 0, 1, False)
-            with torch.cuda.stream(graphed.stream):
+            with working_on(graphed.stream):
                 x.copy_(previous.to(graphed.dtype))
                 on.copy_(torch.tensor(slots, dtype=torch.int32))
                 at.copy_(torch.tensor([0 if s < 0 else graphed.state.length(s) - 1 for s in slots], dtype=torch.int32))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.plugins.gpu.device import DEVICE
 from tests.plugins.gpu.oracle import check_step, close, excluded_of, landmarks_of
 from tests.plugins.gpu.rig import Rig, Shape
 from tests.reference.driver import prompt
@@ -35,7 +36,7 @@ CASES = [(formats, "bfloat16") for formats in FORMATS] + [(formats, "float16") f
 def qkv_for(rig: Rig, batch: int, generator: torch.Generator, previous: Tensor | None = None) -> Tensor:
     """Inputs of a step; queries stay near the previous step's."""
     s = rig.shape
-    new = torch.randn(s.layers, batch, (s.heads + 2 * s.kv_heads) * s.head_size, generator=generator, device="cuda")
+    new = torch.randn(s.layers, batch, (s.heads + 2 * s.kv_heads) * s.head_size, generator=generator, device=DEVICE)
     if previous is not None:
         width = s.heads * s.head_size
         new[..., :width] = 0.8 * previous[..., :width] + 0.6 * new[..., :width]
@@ -112,7 +113,7 @@ def test_every_choice_is_the_reference_states(chunk: int, cache: int) -> None:
             assert ours.residual_total == pytest.approx(theirs.residual_total, rel=1e-3)
             assert ours.residual_lost == pytest.approx(theirs.residual_lost, rel=2e-2, abs=1e-3 * theirs.residual_total)
             n = reference.rows[slot].published
-            page, place = rig.sealed_at(slot, torch.arange(n, device="cuda"))
+            page, place = rig.sealed_at(slot, torch.arange(n, device=DEVICE))
             for layer in range(shape.layers):
                 sealed = reference.rows[slot].layers[layer]
                 means = rig.memory.landmarks[layer][page, :, place].float().transpose(0, 1).cpu()
@@ -134,7 +135,7 @@ def test_sealing_writes_what_the_formats_say(values: str, generator: torch.Gener
             rig.step([0], qkv_for(rig, 1, generator))
         assert rig.state.row(0).published == before + 2
 
-        chunks = torch.arange(before, before + 2, device="cuda")
+        chunks = torch.arange(before, before + 2, device=DEVICE)
         keys, plain = (x.unflatten(1, (2, 8)) for x in window)
         means = landmarks_of(rig, 0, 0, before + 2)[:, before:]
         page, place = rig.sealed_at(0, chunks)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.plugins.gpu.device import DEVICE, synchronize
 from tests.plugins.gpu.oracle import check_cache, check_selection, check_step, expected_attention
 from tests.plugins.gpu.rig import Rig, Shape
 from tests.plugins.gpu.test_batch import FP8, SHAPE, generator_of, same
@@ -32,7 +33,7 @@ def test_rows_of_every_length_in_one_batch(generator: torch.Generator) -> None:
 @pytest.mark.parametrize("shape", [WHOLE, replace(WHOLE, top_k=300, chunk=16)], ids=["8", "16"])
 def test_equal_keys_take_the_lowest_ids(shape: Shape, generator: torch.Generator) -> None:
     def ones(*size: int) -> Tensor:
-        return torch.ones(size, device="cuda")
+        return torch.ones(size, device=DEVICE)
 
     with Rig(shape, rows=2, tokens=8_192) as rig:
         rig.fill(0, 8_000, 8_020, generator, keys=ones)
@@ -44,12 +45,12 @@ def test_equal_keys_take_the_lowest_ids(shape: Shape, generator: torch.Generator
 
 def test_ties_between_blocks_of_chunks_take_the_lowest_ids(generator: torch.Generator) -> None:
     def few(*size: int) -> Tensor:
-        return torch.randint(0, 2, (*size[:-1], 1), generator=generator, device="cuda").float().expand(size).clone()
+        return torch.randint(0, 2, (*size[:-1], 1), generator=generator, device=DEVICE).float().expand(size).clone()
 
     with Rig(WHOLE, rows=1, tokens=32_768) as rig:
         rig.fill(0, 32_000, 32_100, generator, keys=few)
         for _ in range(5):
-            x = torch.randint(-3, 4, (2, 1, 12 * 128), generator=generator, device="cuda").float()
+            x = torch.randint(-3, 4, (2, 1, 12 * 128), generator=generator, device=DEVICE).float()
             q, selection, out = rig.step([0], x)
             for layer in range(2):
                 check_selection(rig, layer, 0, q[layer, 0], selection[layer, 0], exact=True)
@@ -72,7 +73,7 @@ def test_values_of_very_different_scales_in_one_head(generator: torch.Generator)
     with Rig(FP8, rows=1, tokens=4_096) as rig:
         rig.fill(0, 4_000, 4_040, generator)
         assert rig.memory.value_scales is not None
-        exponents = torch.randint(-100, 100, rig.memory.value_scales.shape, generator=generator, device="cuda").float()
+        exponents = torch.randint(-100, 100, rig.memory.value_scales.shape, generator=generator, device=DEVICE).float()
         rig.memory.value_scales.copy_(torch.exp2(exponents))
         for _ in range(5):
             q, selection, out = rig.step([0], qkv_for(rig, 1, generator))
@@ -121,7 +122,7 @@ def test_nan_landmarks_come_last_and_are_still_chosen_when_all_are_wanted(genera
     with Rig(shape, rows=1, tokens=2_048) as rig:
         rig.fill(0, 1_500, 1_540, generator)
         n = rig.state.row(0).published  # 179 chunks, 8 outliers: fewer than k
-        page, place = rig.sealed_at(0, torch.tensor([50, 51, 52], device="cuda"))
+        page, place = rig.sealed_at(0, torch.tensor([50, 51, 52], device=DEVICE))
         rig.memory.landmarks[:, page, :, place] = torch.nan
         q, selection, _ = rig.step([0], qkv_for(rig, 1, generator))
         assert int((selection[0, 0, 0] >= 0).sum()) == n - 8
@@ -151,20 +152,20 @@ def test_every_token_is_attended_once(values: str, generator: torch.Generator) -
     with Rig(shape, rows=1, tokens=4_096) as rig:
         rig.allocate(0, length, length + 100)
         n = rig.config.sealed_chunks(length + 1)
-        ids = torch.stack([torch.arange(0, 40, 2), torch.arange(0, 60, 3)]).cuda()
-        every = counting(torch.arange(n * c, device="cuda")).unflatten(1, (n, c))
+        ids = torch.stack([torch.arange(0, 40, 2), torch.arange(0, 60, 3)]).to(DEVICE)
+        every = counting(torch.arange(n * c, device=DEVICE)).unflatten(1, (n, c))
         picked = every.gather(1, ids[:, :, None, None].expand(-1, -1, c, d))
         for layer in range(shape.layers):
-            a = torch.zeros(n * c, shape.rank, device="cuda")
-            b = torch.eye(shape.rank, h * d, device="cuda")
-            means = torch.zeros(h, n, d, device="cuda")
+            a = torch.zeros(n * c, shape.rank, device=DEVICE)
+            b = torch.eye(shape.rank, h * d, device=DEVICE)
+            means = torch.zeros(h, n, d, device=DEVICE)
             rig.write_sealed(0, layer, a, b, means, every, ids, torch.zeros_like(picked), picked)
-            live = torch.arange(n * c, length, device="cuda")
+            live = torch.arange(n * c, length, device=DEVICE)
             rig.write_live(0, layer, n * c, torch.zeros(h, len(live), d), counting(live))
         rig.load(0, length)
         for step in range(40):
-            x = torch.zeros(shape.layers, 1, (shape.heads + 2 * h) * d, device="cuda")
-            x[:, :, -h * d :] = counting(torch.tensor([length + step], device="cuda")).flatten()
+            x = torch.zeros(shape.layers, 1, (shape.heads + 2 * h) * d, device=DEVICE)
+            x[:, :, -h * d :] = counting(torch.tensor([length + step], device=DEVICE)).flatten()
             _, selection, out = rig.step([0], x)
             row = rig.state.row(0)
             for layer in range(shape.layers):
@@ -174,7 +175,7 @@ def test_every_token_is_attended_once(values: str, generator: torch.Generator) -
                     times = Counter([*chosen, *ids[head].tolist()])
                     assert max(times.values()) == 1 and len(times) == min(n + step // c + 1, row.published)
                 # All chunks fit the budget: every token counts once.
-                tokens = torch.arange(row.length, device="cuda")
+                tokens = torch.arange(row.length, device=DEVICE)
                 counts = torch.bincount(tokens % d, minlength=d).float()
                 found = out[layer, 0].float().unflatten(0, (-1, d)) * row.length
                 assert (found - counts).abs().max() < 0.3, f"step {step}"
@@ -185,11 +186,11 @@ def test_wrong_positions_and_slots_are_faults(generator: torch.Generator) -> Non
         rig.fill(0, 1_000, 1_040, generator)
         stream = rig.stream.cuda_stream
         for slots, positions in (([0], [5]), ([7], [0]), ([-2], [0])):
-            on = torch.tensor(slots, dtype=torch.int32, device="cuda")
-            at = torch.tensor(positions, dtype=torch.int32, device="cuda")
-            torch.cuda.synchronize()
+            on = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
+            at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
+            synchronize()
             x = qkv_for(rig, 1, generator).to(rig.dtype)
-            torch.cuda.synchronize()
+            synchronize()
             rig.run(on, at, x, *rig.outputs(1))
             rig.stream.synchronize()
             assert rig.state.fault(stream) != 0

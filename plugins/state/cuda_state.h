@@ -1,10 +1,11 @@
-// The owner of a state's device memory, streams and events, and of the order in which a step's kernels run.
+// The owner of a state's device memory, streams and events, and of the order in which a pass's kernels run.
 //
-// Kernels of a layer run on two streams: the caller's, and the state's own fetch stream, on which chunks are sealed and
-// values fetched. sparseAttention joins them again, so a step's calls fork and join within the caller's stream and may
-// be captured.
+// Kernels of a layer run on the caller's stream and on two of the state's own: one for the choice of chunks, and the fetch
+// stream, on which values travel either way and generated chunks are sealed. sparseAttention joins them again, so a
+// pass's calls fork and join within the caller's stream and may be captured.
 #pragma once
 
+#include "kernels/context/context.h"
 #include "kernels/decode/view.h"
 #include "state/c_api.h"
 #include "state/row_book.h"
@@ -13,6 +14,7 @@
 #include <cstdint>
 #include <cuda_runtime_api.h>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace trtllm_shadowkv
@@ -22,7 +24,7 @@ namespace trtllm_shadowkv
 struct StepArguments
 {
     int32_t layer{0};
-    int32_t batch{0};
+    int32_t batch{0}; // in a context pass: tokens of the stretch
     void const* qkv{nullptr};
     int32_t const* positions{nullptr};
     void* q{nullptr};
@@ -40,14 +42,14 @@ struct RowGroup
 
 // See the functions of the same names in state/c_api.h. Each throws Failure; none is for several threads at once, and
 // each needs the state's device to be current.
-class DecodeState
+class CudaState
 {
 public:
     // Makes the device current for its own time.
-    static std::unique_ptr<DecodeState> create(tsk_state_config const& config);
-    ~DecodeState();
-    DecodeState(DecodeState const&) = delete;
-    DecodeState& operator=(DecodeState const&) = delete;
+    static std::unique_ptr<CudaState> create(tsk_state_config const& config);
+    ~CudaState();
+    CudaState(CudaState const&) = delete;
+    CudaState& operator=(CudaState const&) = delete;
 
     // -1: a dry state.
     int32_t device() const noexcept
@@ -65,6 +67,8 @@ public:
     uint32_t fault(cudaStream_t stream);
     void poison();
 
+    void beginContext(int32_t slot, int32_t start, int32_t length, cudaStream_t stream);
+    void sealPrompt(int32_t slot, cudaStream_t stream);
     void beginGeneration(int32_t const* slots, int32_t batch);
     void prologue(int32_t const* slots, int32_t batch, cudaStream_t stream);
     void landmarkTopK(StepArguments const& a);
@@ -75,9 +79,23 @@ public:
 private:
     struct Device;
 
-    explicit DecodeState(tsk_state_config const& config);
+    // The stretch that is being read, and the chunks whose values go to the value region with it.
+    struct Context
+    {
+        kernels::Stretch stretch;
+        int32_t storeBegin;
+        int32_t storeEnd;
+        int32_t valueStride;
+    };
+
+    explicit CudaState(tsk_state_config const& config);
 
     void requireStep(StepArguments const& a) const;
+    void requireContext(StepArguments const& a) const;
+    void requireGeneration() const;
+    void contextTopK(StepArguments const& a);
+    void contextAttention(StepArguments const& a);
+    void sealLayers(kernels::Seal const& seal, cudaStream_t stream);
     void requireSelection(int32_t const* selection) const;
     void requireDevice() const;
     void requireIdle(cudaStream_t stream) const;
@@ -93,7 +111,8 @@ private:
     kernels::View mView;
     uint64_t mBytes;
     RowBook mBook;
-    std::unique_ptr<Device> mOn; // null in a dry state
+    std::optional<Context> mContext; // none in a generation pass
+    std::unique_ptr<Device> mOn;     // null in a dry state
 };
 
 } // namespace trtllm_shadowkv

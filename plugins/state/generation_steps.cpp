@@ -1,6 +1,6 @@
-// A step's kernels in their order, on the caller's stream, the select stream and two fetch streams.
-#include "state/decode_device.h"
+// The kernels of a generation step in their order, on the caller's stream, the select stream and the fetch stream.
 #include "state/require.h"
+#include "state/state_device.h"
 
 #include <algorithm>
 #include <initializer_list>
@@ -13,19 +13,12 @@ namespace
 
 using namespace kernels;
 
-constexpr uint64_t kELEMENT_ALIGNMENT = 16; // bytes: what kernels read at once
-constexpr uint64_t kINDEX_ALIGNMENT = 4;
-
 // Row groups: while one is fetched the next is scored. Where they end, in shares of the batch: the first is small, so that
 // the link is soon at work, and while one is fetched there is time to score a larger one. Every launch of a fetch costs
 // the link some 5 us.
 constexpr int32_t kGROUP_BOUNDS[] = {0, 1, 3, 7, 12};
 constexpr int32_t kDEFAULT_GROUPS = 4;
 
-// A fetch has 8 blocks, which fill a PCIe gen5 link and take a multiprocessor each. Kernels that fill the GPU leave them
-// as many: one that took all would hold up the next fetch until it ends, or wait itself, with a part of its work, for the
-// end of a fetch.
-constexpr int32_t kFETCH_BLOCKS = 8;
 constexpr int32_t kMANY_MULTIPROCESSORS = 32;
 
 // Multiprocessors for everything else.
@@ -35,25 +28,14 @@ int32_t besideFetch(View const& view)
     return std::max(1, view.multiprocessors - left);
 }
 
-// Throws Failure that names the stage: "score of layer 3, rows 0 to 5: ...".
-void checkStage(cudaError_t error, char const* stage, int32_t layer, RowGroup rows)
-{
-    if (error != cudaSuccess)
-    {
-        std::string const what = std::string(stage) + " of layer " + std::to_string(layer) + ", batch rows "
-                                 + std::to_string(rows.begin) + " to " + std::to_string(rows.end - 1);
-        checkCuda(error, what.c_str());
-    }
-}
-
 } // namespace
 
-int32_t DecodeState::groups(int32_t batch) const
+int32_t CudaState::groups(int32_t batch) const
 {
     return std::min(batch, mRowGroups > 0 ? mRowGroups : kDEFAULT_GROUPS);
 }
 
-RowGroup DecodeState::group(int32_t batch, int32_t index) const
+RowGroup CudaState::group(int32_t batch, int32_t index) const
 {
     int32_t const count = groups(batch);
     bool const grow = mRowGroups == 0 && count == kDEFAULT_GROUPS;
@@ -66,21 +48,29 @@ RowGroup DecodeState::group(int32_t batch, int32_t index) const
 }
 
 // The last rows of the batch, whose values are fetched apart: those before them are attended in the meantime.
-int32_t DecodeState::tailBegin(int32_t batch) const
+int32_t CudaState::tailBegin(int32_t batch) const
 {
     int32_t const last = groups(batch) - 1;
     RowGroup const rows = group(batch, last);
     return last == 0 ? 0 : rows.begin + (rows.end - rows.begin) * 2 / 3;
 }
 
-void DecodeState::requireStep(StepArguments const& a) const
+void CudaState::requireStep(StepArguments const& a) const
 {
     requireRange("layer", a.layer, 0, mView.layers - 1);
     requireRange("batch", a.batch, 1, mView.maxBatch);
     requireStream(a.stream);
 }
 
-void DecodeState::requireSelection(int32_t const* selection) const
+void CudaState::requireGeneration() const
+{
+    if (mContext)
+    {
+        throw Failure(TSK_WRONG_STATE, "this is a context pass; expected a generation pass; begin one");
+    }
+}
+
+void CudaState::requireSelection(int32_t const* selection) const
 {
     if (mSeals || selection != nullptr)
     {
@@ -88,7 +78,7 @@ void DecodeState::requireSelection(int32_t const* selection) const
     }
 }
 
-void DecodeState::requireDevice() const
+void CudaState::requireDevice() const
 {
     if (!mOn)
     {
@@ -96,8 +86,9 @@ void DecodeState::requireDevice() const
     }
 }
 
-void DecodeState::prologue(int32_t const* slots, int32_t batch, cudaStream_t stream)
+void CudaState::prologue(int32_t const* slots, int32_t batch, cudaStream_t stream)
 {
+    requireGeneration();
     requireAddress("slots", slots, kINDEX_ALIGNMENT);
     requireRange("batch", batch, 1, mView.maxBatch);
     requireStream(stream);
@@ -105,8 +96,13 @@ void DecodeState::prologue(int32_t const* slots, int32_t batch, cudaStream_t str
     checkCuda(stepPrologue(mView, slots, batch, stream), "prologue");
 }
 
-void DecodeState::landmarkTopK(StepArguments const& a)
+void CudaState::landmarkTopK(StepArguments const& a)
 {
+    if (mContext)
+    {
+        contextTopK(a);
+        return;
+    }
     requireStep(a);
     requireAddress("qkv", a.qkv, kELEMENT_ALIGNMENT);
     requireAddress("positions", a.positions, kINDEX_ALIGNMENT);
@@ -165,8 +161,14 @@ void DecodeState::landmarkTopK(StepArguments const& a)
     }
 }
 
-void DecodeState::keyReconstruct(StepArguments const& a)
+void CudaState::keyReconstruct(StepArguments const& a)
 {
+    if (mContext)
+    {
+        requireContext(a);
+        requireDevice();
+        return;
+    }
     requireStep(a);
     requireDevice();
     if (mSeals)
@@ -176,8 +178,13 @@ void DecodeState::keyReconstruct(StepArguments const& a)
     }
 }
 
-void DecodeState::sparseAttention(StepArguments const& a)
+void CudaState::sparseAttention(StepArguments const& a)
 {
+    if (mContext)
+    {
+        contextAttention(a);
+        return;
+    }
     requireStep(a);
     requireAddress("q", a.q, kELEMENT_ALIGNMENT);
     requireAddress("out", a.out, kELEMENT_ALIGNMENT);
@@ -201,8 +208,9 @@ void DecodeState::sparseAttention(StepArguments const& a)
     checkStage(mergePartials(mView, a.out, 0, a.batch, a.stream), "merge", a.layer, all);
 }
 
-void DecodeState::stage(int32_t stage, RowGroup rows, StepArguments const& a)
+void CudaState::stage(int32_t stage, RowGroup rows, StepArguments const& a)
 {
+    requireGeneration();
     requireRange("stage", stage, TSK_STAGE_APPEND, TSK_STAGE_MERGE);
     requireStep(a);
     requireRange("end", rows.end, 1, a.batch);

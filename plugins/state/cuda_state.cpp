@@ -1,10 +1,10 @@
-#include "state/decode_state.h"
+#include "state/cuda_state.h"
 
 #include "kernels/decode/decode.h"
 #include "kernels/decode/reset.h"
-#include "state/decode_device.h"
 #include "state/device.h"
 #include "state/require.h"
+#include "state/state_device.h"
 
 #include <algorithm>
 #include <string>
@@ -55,7 +55,7 @@ uint64_t addressOf(void const* pointer)
 
 } // namespace
 
-std::unique_ptr<DecodeState> DecodeState::create(tsk_state_config const& config)
+std::unique_ptr<CudaState> CudaState::create(tsk_state_config const& config)
 {
     requireConfig(config);
     if (config.device >= 0)
@@ -63,10 +63,10 @@ std::unique_ptr<DecodeState> DecodeState::create(tsk_state_config const& config)
         trtllm_shadowkv::requireDevice(config.device);
     }
     DeviceGuard const guard(config.device);
-    return std::unique_ptr<DecodeState>(new DecodeState(config));
+    return std::unique_ptr<CudaState>(new CudaState(config));
 }
 
-DecodeState::DecodeState(tsk_state_config const& config)
+CudaState::CudaState(tsk_state_config const& config)
     : mDevice(config.device), mRowGroups(config.row_groups), mSeals(anyRowSeals(config)), mRule(sealRule(config)),
       mView(withDevice(sizesOf(config), config.device)), mBytes(bytesOf(mView, config.max_tokens).total()),
       mBook(mView, mRule, config.max_tokens)
@@ -78,7 +78,7 @@ DecodeState::DecodeState(tsk_state_config const& config)
     }
 }
 
-DecodeState::~DecodeState()
+CudaState::~CudaState()
 {
     if (mOn)
     {
@@ -86,7 +86,7 @@ DecodeState::~DecodeState()
     }
 }
 
-tsk_buffers DecodeState::describe() const
+tsk_buffers CudaState::describe() const
 {
     View const& v = mView;
     tsk_buffers b{};
@@ -150,7 +150,7 @@ tsk_buffers DecodeState::describe() const
     return b;
 }
 
-void DecodeState::requireIdle(cudaStream_t stream) const
+void CudaState::requireIdle(cudaStream_t stream) const
 {
     requireStream(stream);
     if (!mOn)
@@ -166,7 +166,7 @@ void DecodeState::requireIdle(cudaStream_t stream) const
 }
 
 // The row's tables, then the row itself, as the device is to see them.
-void DecodeState::upload(int32_t slot, BookRow const& row, cudaStream_t stream) const
+void CudaState::upload(int32_t slot, BookRow const& row, cudaStream_t stream) const
 {
     size_t const s = static_cast<size_t>(slot);
     Row device{};
@@ -185,7 +185,7 @@ void DecodeState::upload(int32_t slot, BookRow const& row, cudaStream_t stream) 
     copyToDevice(mView.rows + s, &device, 1, stream);
 }
 
-void DecodeState::allocate(int32_t slot, RowRequest const& request, cudaStream_t stream)
+void CudaState::allocate(int32_t slot, RowRequest const& request, cudaStream_t stream)
 {
     requireIdle(stream);
     BookRow const& row = mBook.allocate(slot, request);
@@ -212,7 +212,7 @@ void DecodeState::allocate(int32_t slot, RowRequest const& request, cudaStream_t
     }
 }
 
-void DecodeState::load(int32_t slot, int32_t length, cudaStream_t stream)
+void CudaState::load(int32_t slot, int32_t length, cudaStream_t stream)
 {
     requireIdle(stream);
     BookRow const& row = mBook.load(slot, length);
@@ -231,12 +231,12 @@ void DecodeState::load(int32_t slot, int32_t length, cudaStream_t stream)
     }
 }
 
-void DecodeState::release(int32_t slot)
+void CudaState::release(int32_t slot)
 {
     mBook.release(slot);
 }
 
-tsk_row DecodeState::row(int32_t slot) const
+tsk_row CudaState::row(int32_t slot) const
 {
     BookRow const& book = mBook.at(slot);
     tsk_row row{};
@@ -257,14 +257,14 @@ tsk_row DecodeState::row(int32_t slot) const
     return row;
 }
 
-std::vector<int32_t> const& DecodeState::pages(int32_t slot, int32_t kind) const
+std::vector<int32_t> const& CudaState::pages(int32_t slot, int32_t kind) const
 {
     requireRange("kind", kind, 0, 1);
     BookRow const& row = mBook.at(slot);
     return kind == 0 ? row.livePages : row.sealedPages;
 }
 
-tsk_statistics DecodeState::statistics(int32_t slot, cudaStream_t stream) const
+tsk_statistics CudaState::statistics(int32_t slot, cudaStream_t stream) const
 {
     BookRow const& row = mBook.at(slot);
     requireIdle(stream);
@@ -292,7 +292,7 @@ tsk_statistics DecodeState::statistics(int32_t slot, cudaStream_t stream) const
     return sums;
 }
 
-uint32_t DecodeState::fault(cudaStream_t stream)
+uint32_t CudaState::fault(cudaStream_t stream)
 {
     requireIdle(stream);
     uint32_t bits = 0;
@@ -305,7 +305,7 @@ uint32_t DecodeState::fault(cudaStream_t stream)
     return bits;
 }
 
-void DecodeState::poison()
+void CudaState::poison()
 {
     if (mOn)
     {
@@ -314,9 +314,10 @@ void DecodeState::poison()
     }
 }
 
-void DecodeState::beginGeneration(int32_t const* slots, int32_t batch)
+void CudaState::beginGeneration(int32_t const* slots, int32_t batch)
 {
     mBook.beginGeneration(slots, batch);
+    mContext.reset();
 }
 
 } // namespace trtllm_shadowkv

@@ -1,0 +1,442 @@
+// Checks of the emulator: its instructions against their definitions, and that each mistake is told. `selftest CASE`.
+#include "kernels/decode/device.cuh"
+#include "kernels/launch.cuh"
+
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace trtllm_shadowkv::kernels
+{
+namespace
+{
+
+template <typename T>
+T* device(size_t count)
+{
+    void* p = nullptr;
+    cudaMalloc(&p, count * sizeof(T));
+    return static_cast<T*>(p);
+}
+
+bool allRight = true;
+
+void expect(bool condition, char const* what)
+{
+    if (!condition)
+    {
+        std::printf("wrong: %s\n", what);
+        allRight = false;
+    }
+}
+
+// --- instructions ---------------------------------------------------------------------------------------------------------
+
+struct Tile
+{
+    alignas(16) uint16_t a[16][16];
+    alignas(16) uint16_t b[16][8];
+    float d[16][8];
+};
+
+template <typename T, bool kBY_LOADS>
+__global__ void mmaKernel(Tile* tile)
+{
+    __shared__ Tile shared;
+    uint32_t const lane = threadIdx.x;
+    if (lane == 0)
+    {
+        shared = *tile;
+    }
+    __syncwarp();
+    uint32_t const g = lane / 4;
+    uint32_t const t = lane % 4 * 2;
+    auto const two = [](uint16_t x, uint16_t y) { return uint32_t{x} | uint32_t{y} << 16; };
+    uint32_t a[4] = {two(shared.a[g][t], shared.a[g][t + 1]), two(shared.a[g + 8][t], shared.a[g + 8][t + 1]),
+        two(shared.a[g][t + 8], shared.a[g][t + 9]), two(shared.a[g + 8][t + 8], shared.a[g + 8][t + 9])};
+    uint32_t b[2] = {two(shared.b[t][g], shared.b[t + 1][g]), two(shared.b[t + 8][g], shared.b[t + 9][g])};
+    if constexpr (kBY_LOADS) // the same by other ways
+    {
+        loadMatrices(a, sharedAddress(&shared.a[lane % 16][lane / 16 * 8]));
+        uint32_t r[4];
+        loadTransposed(r, sharedAddress(&shared.b[lane % 16][0]));
+        b[0] = r[0];
+        b[1] = transpose8x8(transpose8x8(r[3]));
+    }
+    float d[4] = {shared.d[g][t], shared.d[g][t + 1], shared.d[g + 8][t], shared.d[g + 8][t + 1]};
+    mma<T>(d, a[0], a[1], a[2], a[3], b[0], b[1]);
+    tile->d[g][t] = d[0];
+    tile->d[g][t + 1] = d[1];
+    tile->d[g + 8][t] = d[2];
+    tile->d[g + 8][t + 1] = d[3];
+}
+
+template <typename T, bool kBY_LOADS>
+void checkMma()
+{
+    std::mt19937 random(7);
+    Tile* const tile = device<Tile>(1);
+    float a[16][16];
+    float b[16][8];
+    float d[16][8];
+    auto const draw = [&](uint16_t& bits)
+    {
+        float const x = static_cast<float>(static_cast<int>(random() % 65)) / 8.0F - 4.0F; // exact, and so are sums
+        bits = static_cast<uint16_t>(pack<T>(x, 0.0F));
+        return x;
+    };
+    for (int i = 0; i < 16; ++i)
+    {
+        for (int j = 0; j < 16; ++j)
+        {
+            a[i][j] = draw(tile->a[i][j]);
+        }
+        for (int j = 0; j < 8; ++j)
+        {
+            b[i][j] = draw(tile->b[i][j]);
+            d[i][j] = tile->d[i][j] = static_cast<float>(i * 8 + j);
+        }
+    }
+    expect(launch(mmaKernel<T, kBY_LOADS>, 1, 32, 0, nullptr, tile) == cudaSuccess, "launch of mma");
+    for (int i = 0; i < 16; ++i)
+    {
+        for (int j = 0; j < 8; ++j)
+        {
+            for (int k = 0; k < 16; ++k)
+            {
+                d[i][j] += a[i][k] * b[k][j];
+            }
+            expect(d[i][j] == tile->d[i][j], "mma");
+        }
+    }
+}
+
+__global__ void transposeKernel(uint32_t* out)
+{
+    uint32_t const row = threadIdx.x / 4;
+    uint32_t const column = threadIdx.x % 4 * 2;
+    out[threadIdx.x] = transpose8x8((row * 8 + column) | (row * 8 + column + 1) << 16);
+}
+
+__global__ void collectiveKernel(int32_t* out)
+{
+    int32_t const i = static_cast<int32_t>(threadIdx.x);
+    int32_t* const to = out + i * 16;
+    to[0] = __shfl_sync(kFULL_WARP, i, 5);
+    to[1] = __shfl_up_sync(kFULL_WARP, i, 3);
+    to[2] = __shfl_down_sync(kFULL_WARP, i, 3);
+    to[3] = __shfl_xor_sync(kFULL_WARP, i, 9);
+    to[4] = __shfl_xor_sync(kFULL_WARP, i, 5, 8);
+    to[5] = __shfl_down_sync(kFULL_WARP, i, 3, 8);
+    to[6] = static_cast<int32_t>(__ballot_sync(kFULL_WARP, i % 3 == 0));
+    to[7] = __any_sync(kFULL_WARP, i == 40);
+    to[8] = __all_sync(kFULL_WARP, i < 32);
+    to[9] = static_cast<int32_t>(__reduce_add_sync(kFULL_WARP, static_cast<uint32_t>(i)));
+    to[10] = __reduce_max_sync(kFULL_WARP, -i);
+    to[11] = __syncthreads_count(i % 5 == 0);
+    to[12] = static_cast<int32_t>(__match_any_sync(kFULL_WARP, i % 16));
+    to[13] = __shfl_sync(kFULL_WARP, static_cast<double>(i), i + 1) == static_cast<double>((i + 1) % 32 + i / 32 * 32);
+}
+
+void checkCollectives()
+{
+    uint32_t* const words = device<uint32_t>(32);
+    expect(launch(transposeKernel, 1, 32, 0, nullptr, words) == cudaSuccess, "launch of transpose");
+    for (uint32_t i = 0; i < 32; ++i)
+    {
+        uint32_t const row = i / 4;
+        uint32_t const column = i % 4 * 2;
+        expect(words[i] == ((column * 8 + row) | ((column + 1) * 8 + row) << 16), "transpose8x8");
+    }
+    int32_t* const out = device<int32_t>(64 * 16);
+    expect(launch(collectiveKernel, 1, 64, 0, nullptr, out) == cudaSuccess, "launch of collectives");
+    for (int32_t i = 0; i < 64; ++i)
+    {
+        int32_t const first = i / 32 * 32;
+        int32_t const lane = i % 32;
+        int32_t const* const found = out + i * 16;
+        uint32_t ballot = 0;
+        int32_t sum = 0;
+        for (int32_t j = 0; j < 32; ++j)
+        {
+            ballot |= ((first + j) % 3 == 0 ? 1U : 0U) << j;
+            sum += first + j;
+        }
+        expect(found[0] == first + 5, "shfl");
+        expect(found[1] == (lane < 3 ? i : i - 3), "shfl_up");
+        expect(found[2] == (lane > 28 ? i : i + 3), "shfl_down");
+        expect(found[3] == (i ^ 9), "shfl_xor");
+        expect(found[4] == (i ^ 5), "shfl_xor of 8");
+        expect(found[5] == (i % 8 > 4 ? i : i + 3), "shfl_down of 8");
+        expect(found[6] == static_cast<int32_t>(ballot), "ballot");
+        expect(found[7] == (first == 32), "any");
+        expect(found[8] == (first == 0), "all");
+        expect(found[9] == sum, "reduce_add");
+        expect(found[10] == -first, "reduce_max");
+        expect(found[11] == 13, "syncthreads_count");
+        expect(found[12] == 0x10001 << lane % 16, "match_any");
+        expect(found[13] == 1, "shfl of doubles");
+    }
+}
+
+// Every thread of every block adds to the block's sum and to the grid's.
+__global__ void sumKernel(uint32_t* sums, uint32_t* total)
+{
+    __shared__ uint32_t sum;
+    uint32_t* const copies = dynamicShared<uint32_t>();
+    uint32_t const i = threadIdx.x + threadIdx.y * blockDim.x;
+    uint32_t const block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    if (i == 0)
+    {
+        expect(sum == 0xffffffffU && copies[0] == 0xffffffffU, "shared memory at first");
+        sum = 0;
+    }
+    __syncthreads();
+    atomicAdd(&sum, i);
+    copies[blockDim.x * blockDim.y - 1 - i] = i;
+    __syncthreads();
+    if (i == 0)
+    {
+        sums[block] = sum;
+    }
+    atomicAdd(total, copies[i]);
+}
+
+void checkBlocks()
+{
+    uint32_t* const sums = device<uint32_t>(24);
+    uint32_t* const total = device<uint32_t>(1);
+    *total = 0;
+    expect(launch(sumKernel, dim3(2, 3, 4), 96, 96 * 4, nullptr, sums, total) == cudaSuccess, "launch of sums");
+    for (int i = 0; i < 24; ++i)
+    {
+        expect(sums[i] == 96 * 95 / 2, "sum of a block");
+    }
+    expect(*total == 24 * 96 * 95 / 2, "sum of a grid");
+}
+
+__global__ void copyKernel(uint4 const* from, uint4* to)
+{
+    uint4* const ring = dynamicShared<uint4>(); // of two tiles
+    uint32_t const i = threadIdx.x;
+    copyAsync<16>(sharedAddress(ring + i), from + i);
+    commitCopies();
+    for (uint32_t tile = 0; tile < 4; ++tile)
+    {
+        if (tile < 3)
+        {
+            copyAsyncPart(
+                sharedAddress(ring + (tile + 1) % 2 * 64 + i), from + (tile + 1) * 64 + i, tile == 2 ? 4 : 16);
+        }
+        commitCopies();
+        waitForCopies<1>();
+        __syncthreads();
+        to[tile * 64 + i] = ring[tile % 2 * 64 + 63 - i];
+        __syncthreads();
+    }
+}
+
+void checkCopies()
+{
+    uint4* const from = device<uint4>(256);
+    uint4* const to = device<uint4>(256);
+    for (uint32_t i = 0; i < 256; ++i)
+    {
+        from[i] = make_uint4(i, i + 1, i + 2, i + 3);
+    }
+    expect(launch(copyKernel, 1, 64, 2048, nullptr, from, to) == cudaSuccess, "launch of copies");
+    for (uint32_t i = 0; i < 256; ++i)
+    {
+        uint32_t const x = i / 64 * 64 + 63 - i % 64;
+        expect(to[i].x == x && to[i].w == (i < 192 ? x + 3 : 0), "copyAsync");
+    }
+}
+
+void checkNumbers()
+{
+    float const inf = HUGE_VALF;
+    expect(pack<__half>(1.0F, -2.0F) == 0xc0003c00U && pack<__half>(65519.9F, 1e6F) == 0x7c007bffU, "pack of float16");
+    expect(pack<__nv_bfloat16>(1.0F, -2.0F) == 0xc0003f80U, "pack of bfloat16");
+    expect(pack<__nv_bfloat16>(1.00390625F, 1.01171875F) == 0x3f823f80U, "ties of bfloat16");
+    expect(pack<__nv_bfloat16>(inf, NAN) == 0x7fff7f80U && pack<__half>(-inf, NAN) == 0x7ffffc00U, "pack of NaN, inf");
+    expect(powerOfTwo(-inf) == 0.0F && powerOfTwo(3.0F) == 8.0F && powerOfTwo(-140.0F) == 0.0F, "powerOfTwo");
+    expect(isnan(powerOfTwo(NAN)), "powerOfTwo of NaN");
+    expect(halvesOfE4m3(0x7e38) == 0x5f003c00U, "e4m3"); // 1 and 448
+    expect(__clz(0) == 32 && __clz(1) == 31 && __ffs(0) == 0 && __ffs(8) == 4 && __popc(255) == 8, "bits");
+    expect(__byte_perm(0x33221100, 0x77665544, 0x7250) == 0x77225500U && __brev(1) == 0x80000000U, "bytes");
+}
+
+// --- mistakes -------------------------------------------------------------------------------------------------------------
+
+__global__ void deadlockKernel(int32_t* out)
+{
+    int32_t const i = static_cast<int32_t>(threadIdx.x);
+    if (i == 7 || i >= 32)
+    {
+        __syncthreads();
+    }
+    else
+    {
+        out[i] = __shfl_sync(kFULL_WARP, i, 0);
+    }
+}
+
+__global__ void partKernel(int32_t* out)
+{
+    int32_t const i = static_cast<int32_t>(threadIdx.x);
+    out[i] = i < 16 ? __shfl_sync(kFULL_WARP, i, 0) : __any_sync(kFULL_WARP, i);
+}
+
+__global__ void barrierKernel(int32_t* out)
+{
+    int32_t const i = static_cast<int32_t>(threadIdx.x);
+    if (i < 32)
+    {
+        __syncthreads();
+        out[i] = i;
+    }
+    else
+    {
+        __syncthreads();
+        out[i] = -i;
+    }
+}
+
+__global__ void endKernel(int32_t* out)
+{
+    int32_t const i = static_cast<int32_t>(threadIdx.x);
+    if (i == 40)
+    {
+        return;
+    }
+    __syncthreads();
+    out[i] = i;
+}
+
+__global__ void maskKernel(int32_t* out)
+{
+    int32_t const i = static_cast<int32_t>(threadIdx.x);
+    out[i] = __shfl_sync(0xffffU, i, 0);
+}
+
+__global__ void pastKernel(int32_t* out)
+{
+    dynamicShared<int32_t>()[threadIdx.x + 1] = out[0];
+}
+
+__global__ void misalignedKernel(int32_t* out)
+{
+    copyAsync<16>(sharedAddress(dynamicShared<uint4>()), reinterpret_cast<char*>(out) + 4 * (threadIdx.x % 4));
+}
+
+__global__ void foreignKernel(int32_t* out)
+{
+    uint32_t r[4];
+    loadMatrices(r, sharedAddress(out + threadIdx.x * 4)); // of global memory
+    out[threadIdx.x] = static_cast<int32_t>(r[0]);
+}
+
+__global__ void guardKernel(int32_t* out)
+{
+    out[threadIdx.x + 64] = 1;
+}
+
+__attribute__((noinline)) int32_t sink(int32_t volatile* p, int32_t depth)
+{
+    int32_t volatile frame[256];
+    frame[depth % 256] = p[0];
+    return depth == 0 ? 0 : sink(frame, depth - 1) + frame[depth % 256];
+}
+
+__global__ void stackKernel(int32_t* out)
+{
+    out[threadIdx.x] = sink(out, 100000);
+}
+
+__global__ void divideKernel(int32_t* out)
+{
+    out[threadIdx.x] = out[0] / (out[1] + 1); // 0xffffffff + 1
+}
+
+// What is printed depends on the order of threads.
+__global__ void raceKernel(int32_t* out)
+{
+    __shared__ int32_t cells[64];
+    cells[threadIdx.x] = static_cast<int32_t>(threadIdx.x);
+    out[threadIdx.x] = cells[(threadIdx.x + 1) % 64];
+}
+
+// And on when copies happen.
+__global__ void noWaitKernel(int32_t* out)
+{
+    uint4* const cells = dynamicShared<uint4>();
+    copyAsync<16>(sharedAddress(cells + threadIdx.x), out);
+    commitCopies();
+    __syncthreads();
+    out[threadIdx.x] = static_cast<int32_t>(cells[threadIdx.x].x);
+}
+
+cudaError_t launchOn(void (*kernel)(int32_t*), int32_t sharedBytes, bool print = false)
+{
+    int32_t* const out = device<int32_t>(64);
+    if (print)
+    {
+        std::memset(out, 0, 64 * sizeof(int32_t));
+    }
+    cudaError_t const error = launch(kernel, 1, 64, sharedBytes, nullptr, out);
+    for (int i = 0; print && i < 64; ++i)
+    {
+        std::printf("%d ", out[i]);
+    }
+    return error;
+}
+
+std::map<std::string, std::function<cudaError_t()>> const kCASES = {
+    {"deadlock", [] { return launchOn(deadlockKernel, 0); }},
+    {"part", [] { return launchOn(partKernel, 0); }},
+    {"barrier", [] { return launchOn(barrierKernel, 0); }},
+    {"end", [] { return launchOn(endKernel, 0); }},
+    {"mask", [] { return launchOn(maskKernel, 0); }},
+    {"unasked", [] { return launchOn(endKernel, 64 << 10); }},
+    {"past", [] { return launchOn(pastKernel, 64 * 4); }},
+    {"misaligned", [] { return launchOn(misalignedKernel, 1024); }},
+    {"foreign", [] { return launchOn(foreignKernel, 0); }},
+    {"guard", [] { return launchOn(guardKernel, 0); }},
+    {"stack", [] { return launchOn(stackKernel, 0); }},
+    {"divide", [] { return launchOn(divideKernel, 0); }},
+    {"race", [] { return launchOn(raceKernel, 0, true); }},
+    {"no wait", [] { return launchOn(noWaitKernel, 1024, true); }},
+};
+
+int run(std::string const& name)
+{
+    if (name == "instructions")
+    {
+        checkMma<__half, false>();
+        checkMma<__half, true>();
+        checkMma<__nv_bfloat16, false>();
+        checkMma<__nv_bfloat16, true>();
+        checkCollectives();
+        checkBlocks();
+        checkCopies();
+        checkNumbers();
+        return allRight ? 0 : 1;
+    }
+    cudaError_t const error = kCASES.at(name)();
+    // What failed leaves nothing behind.
+    checkCollectives();
+    std::printf("\n%s\n", cudaGetErrorName(error));
+    return allRight ? 0 : 1;
+}
+
+} // namespace
+} // namespace trtllm_shadowkv::kernels
+
+int main(int count, char** arguments)
+{
+    return count == 2 ? trtllm_shadowkv::kernels::run(arguments[1]) : 2;
+}

@@ -1,0 +1,42 @@
+"""A selection of the GPU's tests on the emulated GPU, in a process of its own: a crash would take all tests along."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.emulator.build import ROOT
+
+GPU = "tests/plugins/gpu"
+SELECTION = {
+    "steps": ({}, [f"{GPU}/test_reduced.py"]),
+    "steps in another order": (
+        {"TSK_EMULATED_ORDER": "random1", "TSK_EMULATED_COPIES": "random"},
+        [f"{GPU}/test_reduced.py", "-k", "9"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SELECTION)
+def test_selection(name: str, emulated_library: Path) -> None:
+    how, tests = SELECTION[name]
+    variables = {
+        **how,
+        "TRTLLM_SHADOWKV_EMULATED": "1",
+        "TRTLLM_SHADOWKV_LIBRARY": str(emulated_library),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    assert " skipped" not in done.stdout

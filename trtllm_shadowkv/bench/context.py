@@ -1,0 +1,213 @@
+"""Context kernels on one GPU: attention of a stretch beside torch's, sealing, and a prefill's breakdown.
+
+python -m trtllm_shadowkv.bench.context --output docs/results/context-h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.profiler
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from trtllm_shadowkv.bench.gpu_baselines import elapsed
+from trtllm_shadowkv.bench.report import as_json, gpu_report
+from trtllm_shadowkv.bench.synthetic import CHUNK, HEAD_SIZE, HEADS, KV_HEADS, OUTLIERS, RANK, TOP_K, WINDOW, llama
+from trtllm_shadowkv.config import PAGE_TOKENS, ShadowKVConfig
+from trtllm_shadowkv.footprint import SEALED_PAGE_TOKENS
+from trtllm_shadowkv.runtime.cuda_memory import CudaMemory
+from trtllm_shadowkv.runtime.cuda_state import CudaState, PinnedSlab
+
+STRETCH = 8192
+CONTEXTS = (61_440, 124_928)
+LAYERS = 32
+DENSE_FLOPS = 720e12
+"""What cuBLAS reaches with the dense layers of a Llama-3.1-8B on an H200, a second."""
+PARAMETERS = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+"""Of those layers."""
+
+
+def torch_attention(length: int, context: int) -> tuple[str, float]:
+    """torch's fastest causal attention of the last ``length`` of ``context`` tokens: its name and microseconds."""
+    q = torch.randn(1, HEADS, length, HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, HEADS, context, HEAD_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    found: dict[str, float] = {}
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+
+        def work() -> None:
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(length, context))
+
+        try:
+            with sdpa_kernel(backend):
+                work()
+                stream = torch.cuda.current_stream()
+                found[backend.name.lower()] = statistics.median(elapsed(stream, work) for _ in range(5))
+        except RuntimeError:  # a backend that does not take this mask
+            continue
+    name = min(found, key=lambda backend: found[backend])
+    return name, found[name]
+
+
+class Prompt:
+    """One row of ``context`` tokens whose live pages hold noise in every layer."""
+
+    def __init__(self, context: int, kind: str, dense: bool) -> None:
+        element = {"bf16": "element", "fp8": "e4m3"}[kind]
+        config = ShadowKVConfig(chunk_size=CHUNK, rank=RANK, top_k=TOP_K, outliers=OUTLIERS, window=WINDOW)
+        self.context, total = context, context + 64
+        self.state = CudaState(
+            llama(LAYERS),
+            config,
+            dtype="bfloat16",
+            landmark_format=element,
+            value_format=element,
+            slots=1,
+            sealed_rows=1,
+            max_batch=1,
+            live_pages=-(-total // PAGE_TOKENS) + 4,
+            sealed_pages=-(-total // SEALED_PAGE_TOKENS) + 1,
+            max_tokens=total,
+        )
+        self.memory = CudaMemory(self.state)
+        self.memory.live_keys.normal_()
+        self.memory.live_values.normal_()
+        self.stream = torch.cuda.Stream()
+        stride = self.state.config.sealed_chunks(total + 1)
+        layer_bytes = KV_HEADS * stride * CHUNK * HEAD_SIZE * self.memory.value_dtype.itemsize
+        self.slab = PinnedSlab(LAYERS * layer_bytes)
+        addresses = [self.slab.device_address + i * layer_bytes for i in range(LAYERS)]
+        self.value_bytes = KV_HEADS * self.state.config.sealed_chunks(context + 1) * (layer_bytes // KV_HEADS // stride)
+        self.state.allocate(
+            0,
+            prompt_tokens=context,
+            total_tokens=total,
+            top_k=TOP_K,
+            dense=dense,
+            value_addresses=None if dense else addresses,
+            value_stride=0 if dense else stride,
+            stream=self.stream.cuda_stream,
+        )
+
+    def __enter__(self) -> Prompt:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize()
+        self.state.close()
+        self.slab.close()
+        del self.memory
+        torch.cuda.empty_cache()
+
+    def read(self) -> list[dict[str, Any]]:
+        """Reads the prompt in stretches, of one layer alone; microseconds of RoPE and append, and of attention."""
+        width = (HEADS + 2 * KV_HEADS) * HEAD_SIZE
+        qkv = torch.randn(STRETCH, width, device="cuda", dtype=torch.bfloat16)
+        q = torch.empty(STRETCH, HEADS * HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty_like(q)
+        state, stream = self.state, self.stream.cuda_stream
+        rows = []
+        for start in range(0, self.context, STRETCH):
+            n = min(STRETCH, self.context - start)
+            positions = torch.arange(start, start + n, device="cuda", dtype=torch.int32)
+            torch.cuda.synchronize()
+            state.begin_pass("context", [0], start, n, start + n == self.context, stream=stream)
+
+            def append(positions: torch.Tensor = positions, n: int = n) -> None:
+                state.landmark_topk(0, qkv.data_ptr(), positions.data_ptr(), n, q.data_ptr(), None, stream)
+
+            def attend(n: int = n) -> None:
+                state.sparse_attention(0, q.data_ptr(), n, out.data_ptr(), stream)
+
+            def both(append: Any = append, attend: Any = attend) -> None:
+                append()
+                attend()
+
+            both()
+            times = [statistics.median(elapsed(self.stream, work) for _ in range(3)) for work in (append, attend, both)]
+            flops = 4 * HEADS * HEAD_SIZE * (n * start + n * (n + 1) / 2)
+            rows.append(
+                {"start": start, "length": n, "append": times[0], "attend": times[1], "both": times[2]}
+                | {"teraflops": flops / times[1] * 1e-6}
+            )
+        assert state.fault(stream) == 0
+        return rows
+
+    def seal(self) -> tuple[float, dict[str, float]]:
+        """Microseconds of sealing all layers, and of its kernels, a layer, by torch's profiler."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            total = elapsed(self.stream, lambda: self.state.seal_prompt(0, self.stream.cuda_stream))
+            torch.cuda.synchronize()
+        assert profile.profiler is not None and profile.profiler.kineto_results is not None
+        kernel = re.compile(r"kernels::.*?(\w+)Kernel")
+        parts: dict[str, float] = {}
+        for event in profile.profiler.kineto_results.events():
+            match = kernel.search(event.name())
+            if match:
+                parts[match[1]] = parts.get(match[1], 0.0) + event.duration_ns() * 1e-3 / LAYERS
+        assert self.state.fault(self.stream.cuda_stream) == 0
+        return total, parts
+
+
+def measure(context: int, kind: str) -> list[dict[str, Any]]:
+    """Attention of every stretch, the seal, and what they are of a whole prefill."""
+    with Prompt(context, kind, dense=True) as prompt:
+        dense = prompt.read()
+    with Prompt(context, kind, dense=False) as prompt:
+        storing = prompt.read()
+        total, parts = prompt.seal()
+        value_bytes = prompt.value_bytes
+    rows: list[dict[str, Any]] = []
+    side = {"context": context, "values": kind, "landmarks": kind}
+    for plain, stored in zip(dense, storing, strict=True):
+        row = {"kernel": "attend_stretch", "start": plain["start"], "length": plain["length"], "values": kind}
+        row |= {
+            "microseconds": plain["attend"],
+            "teraflops": plain["teraflops"],
+            "append_microseconds": plain["append"],
+        }
+        rows.append(row | {"with_append": plain["both"], "with_append_and_store": stored["both"]})
+    attention = LAYERS * sum(row["both"] for row in dense) * 1e-3
+    layers = 2 * PARAMETERS * context / DENSE_FLOPS * 1e3
+    hidden = LAYERS * sum(s["both"] - d["both"] for s, d in zip(storing, dense, strict=True)) * 1e-3
+    prefill = layers + attention
+    rows.append({"kernel": "seal", "milliseconds": total * 1e-3, "microseconds_a_layer": parts} | side)
+    rows.append(
+        {"kernel": "prefill", "dense_layers_milliseconds": layers, "attention_milliseconds": attention}
+        | {"seal_milliseconds": total * 1e-3, "storing_milliseconds": hidden, "value_bytes": LAYERS * value_bytes}
+        | {"sealing_share": (total * 1e-3 + hidden) / prefill}
+        | side
+    )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    parser.add_argument("--formats", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"])
+    parser.add_argument("--output")
+    o = parser.parse_args()
+    data = gpu_report("make bench-context")
+    found: list[dict[str, Any]] = []
+    for context in sorted(o.contexts, reverse=True):
+        for kind in o.formats:
+            found += measure(context, kind)
+            if o.output:
+                Path(o.output).write_text(as_json(data, found), encoding="utf-8")
+    for row in found:
+        if row["kernel"] == "attend_stretch" and row["values"] == o.formats[0]:
+            row["baseline"], row["baseline_microseconds"] = torch_attention(row["length"], row["start"] + row["length"])
+            row["speedup"] = row["baseline_microseconds"] / row["microseconds"]
+    text = as_json(data, found)
+    if o.output:
+        Path(o.output).write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
