@@ -23,11 +23,11 @@ HERE = Path(os.path.abspath(__file__)).parent
 ROOT = HERE.parent.parent
 OUT = ROOT / "out" / "emulator"
 LIBRARY = OUT / "libtrtllm_shadowkv_emulated.so"
-EMULATOR = [HERE / name for name in ("cudart.cpp", "fibers.cpp", "symbols.cpp", "tensor_cores.cpp")]
-FAST = {"fibers.cpp", "tensor_cores.cpp"}
-SANITIZE = (
-    "-fsanitize=alignment,bounds,shift,integer-divide-by-zero,null,signed-integer-overflow,float-cast-overflow",
-)
+EMULATOR = sorted(HERE.glob("*.cpp"))
+FAST = {"fibers.cpp", "shared_memory.cpp", "tensor_cores.cpp"}
+LIBRARY_SOURCES = ("kernels/**/*.cu", "kernels/**/*.cpp", "state/*.cpp")
+CHECKS = "alignment,bounds,shift,integer-divide-by-zero,null,signed-integer-overflow,float-cast-overflow"
+SANITIZE = (f"-fsanitize={CHECKS}",)
 
 
 class BuildError(RuntimeError):
@@ -149,7 +149,7 @@ def build(
     """The file made of ``sources`` (of the whole library, where None) and the emulator.
 
     Args:
-        exports: every extern "C" function with default visibility can be had by ctypes; the library's own are the C ABI.
+        exports: ctypes finds every extern "C" function of default visibility; else the C ABI alone.
 
     Raises:
         BuildError: something does not compile.
@@ -160,12 +160,7 @@ def build(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if sources is None:
             plugins = ROOT / "plugins"
-            sources = [
-                *sorted(plugins.glob("kernels/**/*.cu")),
-                *sorted(plugins.glob("kernels/**/*.cpp")),
-                *sorted(plugins.glob("state/*.cpp")),
-            ]
-            sources += sorted((HERE / "calls").glob("*.cpp"))
+            sources = [p for pattern in LIBRARY_SOURCES for p in sorted(plugins.glob(pattern))]
         how = list(extra)
         if target.suffix == ".so":
             how += ["-shared", "-Wl,-z,defs"]

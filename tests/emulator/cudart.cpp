@@ -451,7 +451,7 @@ cudaError_t cudaFuncSetAttribute(void const* kernel, cudaFuncAttribute attribute
         {
             return result(cudaErrorInvalidValue);
         }
-        emulator::askedShared(kernel) = static_cast<size_t>(value);
+        emulator::askForShared(kernel, static_cast<size_t>(value));
     }
     return cudaSuccess;
 }

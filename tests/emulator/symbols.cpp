@@ -189,9 +189,10 @@ void printFrames(void* const* frames, int count)
         return;
     }
     // Without what the emulator and the C++ library do; at most 12.
-    command += " 2>/dev/null | grep -v -e 'tests/emulator/include/' -e 'tests/emulator/fibers' -e '/include/c++/'"
-               " | sed -e 's/^ (inlined by) //' -e 's/trtllm_shadowkv::kernels:://g' -e 's/(anonymous namespace):://g'"
-               " | head -12 | sed 's/^/    /' >&2";
+    command
+        += " 2>/dev/null | grep -v -e 'tests/emulator/include/' -e 'tests/emulator/[a-z_]*\\.cpp' -e '/include/c++/'"
+           " | sed -e 's/^ (inlined by) //' -e 's/trtllm_shadowkv::kernels:://g' -e 's/(anonymous namespace):://g'"
+           " | head -12 | sed 's/^/    /' >&2";
     std::fflush(stderr);
     if (std::system(command.c_str()) != 0)
     {

@@ -30,8 +30,8 @@ size_t sharedBytes();
 // Functions and lines of a call stack, as far as they lie in this file.
 void printFrames(void* const* frames, int count);
 
-// Shared memory that cudaFuncSetAttribute allowed a kernel.
-size_t& askedShared(void const* kernel);
+// What cudaFuncSetAttribute allows a kernel of dynamic shared memory.
+void askForShared(void const* kernel, size_t bytes);
 
 // Why the last launch failed.
 char const* lastMessage();

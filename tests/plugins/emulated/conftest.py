@@ -31,4 +31,4 @@ def emulated_library(can_build: None) -> Path:
 @pytest.fixture(scope="session")
 def selftest(can_build: None) -> Path:
     """The emulator's own checks, a program."""
-    return build.build([build.HERE / "selftest.cu"], build.OUT / "selftest")
+    return build.build([build.HERE / "selftest.cu", build.HERE / "mistakes.cu"], build.OUT / "selftest")

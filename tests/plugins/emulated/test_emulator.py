@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.emulator.build import HERE, ROOT
 
 ORDERS = ({}, {"TSK_EMULATED_ORDER": "reverse"}, {"TSK_EMULATED_ORDER": "random3", "TSK_EMULATED_COPIES": "random"})
 
@@ -55,3 +58,11 @@ def test_copies_that_nobody_waited_for_show(selftest: Path) -> None:
     early = run(selftest, "no wait", {"TSK_EMULATED_COPIES": "early"}).stdout
     assert early.split() == ["0"] * 64 + ["cudaSuccess"]
     assert run(selftest, "no wait").stdout.split() == ["-1"] * 64 + ["cudaSuccess"]
+
+
+def test_it_has_every_function_of_ptx() -> None:
+    ours, theirs = (
+        set(re.findall(r"^(?:template <[^\n]*>\n)?(?:\w+ )*[\w*]+[ *&]+(\w+)\(", path.read_text(), re.MULTILINE))
+        for path in (HERE / "include/kernels/ptx.cuh", ROOT / "plugins/kernels/ptx.cuh")
+    )
+    assert len(theirs) > 20 and theirs <= ours, theirs - ours

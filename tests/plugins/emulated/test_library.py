@@ -12,18 +12,18 @@ import pytest
 from tests.emulator.build import ROOT
 
 GPU = "tests/plugins/gpu"
+SHUFFLED = {"TSK_EMULATED_ORDER": "random1", "TSK_EMULATED_COPIES": "random"}
 SELECTION = {
-    "steps": ({}, [f"{GPU}/test_reduced.py"]),
-    "steps in another order": (
-        {"TSK_EMULATED_ORDER": "random1", "TSK_EMULATED_COPIES": "random"},
-        [f"{GPU}/test_reduced.py", "-k", "9"],
-    ),
+    "steps": ({}, f"{GPU}/test_reduced.py", "steps"),
+    "steps in another order": (SHUFFLED, f"{GPU}/test_reduced.py", "9"),
+    "prompts": ({}, f"{GPU}/test_context.py", "stretches and 129 and (smollm2 or 96) or equal or outgrows"),
+    "prompts in another order": (SHUFFLED, f"{GPU}/test_context.py", "stretches and 129 and chunk or tiny or finite"),
 }
 
 
 @pytest.mark.parametrize("name", SELECTION)
 def test_selection(name: str, emulated_library: Path) -> None:
-    how, tests = SELECTION[name]
+    how, file, which = SELECTION[name]
     variables = {
         **how,
         "TRTLLM_SHADOWKV_EMULATED": "1",
@@ -31,7 +31,7 @@ def test_selection(name: str, emulated_library: Path) -> None:
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", which],
         cwd=ROOT,
         env={**os.environ, **variables},
         capture_output=True,
