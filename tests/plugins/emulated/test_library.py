@@ -14,8 +14,8 @@ from tests.emulator.build import ROOT
 GPU = "tests/plugins/gpu"
 SHUFFLED = {"TSK_EMULATED_ORDER": "random1", "TSK_EMULATED_COPIES": "random"}
 SELECTION = {
-    "steps": ({}, f"{GPU}/test_reduced.py", "steps"),
-    "steps in another order": (SHUFFLED, f"{GPU}/test_reduced.py", "9"),
+    "steps and prompts": ({}, f"{GPU}/test_reduced.py", "steps or prompt"),
+    "both in another order": (SHUFFLED, f"{GPU}/test_reduced.py", "9"),
     "prompts": ({}, f"{GPU}/test_context.py", "stretches and 129 and (smollm2 or 96) or equal or outgrows"),
     "prompts in another order": (SHUFFLED, f"{GPU}/test_context.py", "stretches and 129 and chunk or tiny or finite"),
 }

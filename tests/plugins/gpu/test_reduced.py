@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.plugins.gpu.oracle import check_step
+from tests.plugins.gpu.prompts import check_prompt, check_seal, natural_qkv, read_prompt, seal
 from tests.plugins.gpu.rig import Rig, Shape
 from tests.plugins.gpu.test_decode_step import qkv_for
 
@@ -26,3 +27,14 @@ def test_steps(name: str, generator: torch.Generator) -> None:
             results = rig.step(slots, qkv_for(rig, len(slots), generator))
             if step in (0, 17):
                 check_step(rig, slots, *results)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_prompt(name: str, generator: torch.Generator) -> None:
+    """A prompt in stretches, its seal, and a step."""
+    with Rig(SHAPES[name], rows=1, tokens=512) as rig:
+        rig.allocate(0, 300, 320)
+        qkv = natural_qkv(rig, 300, generator)
+        check_prompt(rig, 0, qkv, *read_prompt(rig, 0, qkv, [129, 1, 170]))
+        check_seal(rig, 0, *seal(rig, 0), loss=4e-3)
+        check_step(rig, [0], *rig.step([0], qkv_for(rig, 1, generator)))
