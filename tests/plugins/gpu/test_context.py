@@ -157,15 +157,18 @@ def test_release_in_the_middle_of_a_prompt(generator: torch.Generator) -> None:
 
 @pytest.mark.parametrize("how", [("element", "float16"), ("e4m3", "bfloat16")], ids="-".join)
 def test_a_whole_sequence(how: tuple[str, str], generator: torch.Generator) -> None:
-    """A prompt by stretches, its seal, and 300 steps with sealing, beside a reference state that is given the same."""
+    """A prompt by stretches, its seal, and 300 steps with sealing, beside a reference state that is given the same.
+
+    All chunks are selected, so that no near tie makes a difference: check_step judges selections.
+    """
     shape = Shape(
-        layers=2, heads=6, kv_heads=2, rank=128, top_k=24, outliers=4, landmarks=how[0], values=how[0], dtype=how[1]
+        layers=2, heads=6, kv_heads=2, rank=128, top_k=160, outliers=4, landmarks=how[0], values=how[0], dtype=how[1]
     )
     tokens, steps = 901, 300
     with Rig(shape, rows=1, tokens=2048) as rig:
         reference = ReferenceState(rig.model, rig.config.resolved(rig.model.key_width))
         rig.allocate(0, tokens, tokens + steps)
-        reference.allocate(0, prompt_tokens=tokens, total_tokens=tokens + steps, top_k=24, dense=False)
+        reference.allocate(0, prompt_tokens=tokens, total_tokens=tokens + steps, top_k=160, dense=False)
         qkv = natural_qkv(rig, tokens, generator)
         _, out = read_prompt(rig, 0, qkv, [256, 500, 145])
         expected = prompt(reference, 0, qkv.float().cpu()).out
@@ -186,6 +189,5 @@ def test_a_whole_sequence(how: tuple[str, str], generator: torch.Generator) -> N
                 ticket = reference.key_reconstruct(layer, rs, on)
                 wanted.append(reference.sparse_attention(layer, rq, rs, ticket, on))
                 found.append(out[layer].float().cpu())
-        # Formats and near ties of the selection: the whole is close, and no step is far off.
-        close(torch.stack(found), torch.stack(wanted), 2e-2 if how[0] == "element" else 8e-2)
+        close(torch.stack(found), torch.stack(wanted), 4e-3 if how[0] == "element" else 4e-2)
         assert rig.state.row(0).published == rig.config.sealed_chunks(tokens + steps)
