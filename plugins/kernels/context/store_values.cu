@@ -33,7 +33,7 @@ __device__ __forceinline__ uint64_t regionOf(View const& view, Target const& tar
 // The values of a head are one sequence of pieces on both sides, but for the pages. Neighbouring warps of the grid take
 // neighbouring tiles.
 template <int32_t D>
-__global__ void __launch_bounds__(kTHREADS, 1) copyKernel(__grid_constant__ View const view, Target const target)
+__global__ void __launch_bounds__(kTHREADS, 1) storeKernel(__grid_constant__ View const view, Target const target)
 {
     constexpr uint32_t kPAGE_PIECES = kLIVE_PAGE_TOKENS * D / 8;
     uint32_t const lane = threadIdx.x % 32;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kTHREADS, 1) copyKernel(__grid_constant__ View
 // A warp takes a chunk of a head, and neighbouring warps of the grid neighbouring chunks. A lane takes pairs of pieces,
 // which make one of e4m3.
 template <typename T, int32_t D>
-__global__ void __launch_bounds__(kTHREADS, 1) quantiseKernel(__grid_constant__ View const view, Target const target)
+__global__ void __launch_bounds__(kTHREADS, 1) storeE4m3Kernel(__grid_constant__ View const view, Target const target)
 {
     constexpr int32_t kPAIRS = (kMAX_CHUNK * D / 16 + 31) / 32; // of a lane
     int32_t const lane = static_cast<int32_t>(threadIdx.x % 32);
@@ -160,7 +160,7 @@ cudaError_t storeValues(View const& view, int32_t layer, int32_t slot, int32_t v
         {
             constexpr int32_t kSIZE = decltype(size)::value;
             auto const kernel
-                = view.valueFormat == Format::kE4M3 ? quantiseKernel<decltype(tag), kSIZE> : copyKernel<kSIZE>;
+                = view.valueFormat == Format::kE4M3 ? storeE4m3Kernel<decltype(tag), kSIZE> : storeKernel<kSIZE>;
             return launch(kernel, grid, kTHREADS, 0, stream, view, target);
         });
 }

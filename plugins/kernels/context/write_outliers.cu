@@ -78,7 +78,7 @@ __device__ __forceinline__ uint32_t findLimit(float const* cosines, int32_t chun
 
 // Block (KV head, layer). A warp takes neighbouring words of 32 chunks: once to count, once to write.
 __global__ void __launch_bounds__(kTHREADS)
-    selectKernel(__grid_constant__ View const view, Seal const seal, SealLayout const layout)
+    outlierSelectKernel(__grid_constant__ View const view, Seal const seal, SealLayout const layout)
 {
     __shared__ Shared shared;
     __shared__ uint32_t warpTies[kWARPS];
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kTHREADS)
 
 // Grid (outliers, KV heads, layers), a warp an outlier: a chunk's keys, and its values, lie together in its page.
 template <int32_t D>
-__global__ void __launch_bounds__(kCOPY_THREADS) copyKernel(__grid_constant__ View const view, Seal const seal)
+__global__ void __launch_bounds__(kCOPY_THREADS) outlierCopyKernel(__grid_constant__ View const view, Seal const seal)
 {
     int32_t const lane = static_cast<int32_t>(threadIdx.x % 32);
     int32_t const number = static_cast<int32_t>(blockIdx.x) * kCOPY_WARPS + static_cast<int32_t>(threadIdx.x / 32);
@@ -189,8 +189,8 @@ cudaError_t writeOutliers(View const& view, Seal const& seal, cudaStream_t strea
     }
     uint32_t const heads = static_cast<uint32_t>(view.kvHeads);
     uint32_t const layers = static_cast<uint32_t>(seal.layerEnd - seal.layerBegin);
-    cudaError_t const error
-        = launch(selectKernel, dim3(heads, layers), kTHREADS, 0, stream, view, seal, sealLayout(view, seal.chunks));
+    cudaError_t const error = launch(
+        outlierSelectKernel, dim3(heads, layers), kTHREADS, 0, stream, view, seal, sealLayout(view, seal.chunks));
     if (error != cudaSuccess || seal.outliers == 0)
     {
         return error;
@@ -199,8 +199,8 @@ cudaError_t writeOutliers(View const& view, Seal const& seal, cudaStream_t strea
         [&](auto, auto size) -> cudaError_t
         {
             uint32_t const blocks = static_cast<uint32_t>((seal.outliers + kCOPY_WARPS - 1) / kCOPY_WARPS);
-            return launch(
-                copyKernel<decltype(size)::value>, dim3(blocks, heads, layers), kCOPY_THREADS, 0, stream, view, seal);
+            return launch(outlierCopyKernel<decltype(size)::value>, dim3(blocks, heads, layers), kCOPY_THREADS, 0,
+                stream, view, seal);
         });
 }
 
