@@ -6,7 +6,6 @@
 // it too.
 #pragma once
 
-#include "kernels/decode/view.h"
 #include "kernels/ptx.cuh"
 
 #include <cuda_runtime_api.h>
@@ -15,21 +14,9 @@ namespace trtllm_shadowkv::kernels
 {
 
 // kernel<<<grid, threads, sharedBytes, stream>>>(arguments...), and what became of it.
+//   isEarly  it may start before the kernel before has ended: it calls afterPrevious(), and the device can (View::startsEarly)
 template <typename... P, typename... A>
-cudaError_t launch(
-    void (*kernel)(P...), dim3 grid, int32_t threads, int32_t sharedBytes, cudaStream_t stream, A const&... arguments)
-{
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = dim3(static_cast<uint32_t>(threads));
-    config.dynamicSmemBytes = static_cast<size_t>(sharedBytes);
-    config.stream = stream;
-    return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
-}
-
-// The same for a kernel that calls afterPrevious().
-template <typename... P, typename... A>
-cudaError_t launchEarly(View const& view, void (*kernel)(P...), dim3 grid, int32_t threads, int32_t sharedBytes,
+cudaError_t launchEarly(bool isEarly, void (*kernel)(P...), dim3 grid, int32_t threads, int32_t sharedBytes,
     cudaStream_t stream, A const&... arguments)
 {
     cudaLaunchAttribute attribute{};
@@ -41,8 +28,15 @@ cudaError_t launchEarly(View const& view, void (*kernel)(P...), dim3 grid, int32
     config.dynamicSmemBytes = static_cast<size_t>(sharedBytes);
     config.stream = stream;
     config.attrs = &attribute;
-    config.numAttrs = view.startsEarly ? 1U : 0U;
+    config.numAttrs = isEarly ? 1U : 0U;
     return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
+}
+
+template <typename... P, typename... A>
+cudaError_t launch(
+    void (*kernel)(P...), dim3 grid, int32_t threads, int32_t sharedBytes, cudaStream_t stream, A const&... arguments)
+{
+    return launchEarly(false, kernel, grid, threads, sharedBytes, stream, arguments...);
 }
 
 } // namespace trtllm_shadowkv::kernels

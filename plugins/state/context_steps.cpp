@@ -35,20 +35,12 @@ void CudaState::beginContext(int32_t slot, int32_t start, int32_t length, cudaSt
     requireIdle(stream);
     int32_t const before = mBook.at(slot).stored;
     BookRow const& row = mBook.beginContext(slot, start, length);
-    mContext = Context{{slot, start, length}, before, row.stored, row.valueStride};
+    mContext.reset();
     if (mOn && row.loaded)
     {
-        try
-        {
-            upload(slot, row, stream); // the length, for the first step
-        }
-        catch (...)
-        {
-            mBook.release(slot);
-            mContext.reset();
-            throw;
-        }
+        orRelease(slot, [&] { upload(slot, row, stream); }); // the length, for the first step
     }
+    mContext = Context{{slot, start, length}, before, row.stored, row.valueStride};
 }
 
 void CudaState::requireContext(StepArguments const& a) const
@@ -151,15 +143,8 @@ void CudaState::sealPrompt(int32_t slot, cudaStream_t stream)
     {
         return;
     }
-    try
-    {
-        upload(slot, row, stream); // after the kernels, which look tokens up in the table as it was
-    }
-    catch (...)
-    {
-        mBook.release(slot);
-        throw;
-    }
+    // After the kernels, which look tokens up in the table as it was.
+    orRelease(slot, [&] { upload(slot, row, stream); });
 }
 
 } // namespace trtllm_shadowkv

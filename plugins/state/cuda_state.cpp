@@ -193,23 +193,19 @@ void CudaState::allocate(int32_t slot, RowRequest const& request, cudaStream_t s
     {
         return;
     }
-    try
-    {
-        upload(slot, row, stream);
-        if (row.canSeal)
+    orRelease(slot,
+        [&]
         {
-            size_t const layers = static_cast<size_t>(mView.layers);
-            copyToDevice(
-                mView.valueRegion + static_cast<size_t>(slot) * layers, request.valueAddresses, layers, stream);
-        }
-        int32_t const sealedRow = row.canSeal ? row.sealedRow.front() : -1;
-        TSK_CUDA(resetRow(mView, slot, sealedRow, static_cast<int32_t>(row.sealedPages.size()), stream));
-    }
-    catch (...)
-    {
-        mBook.release(slot);
-        throw;
-    }
+            upload(slot, row, stream);
+            if (row.canSeal)
+            {
+                size_t const layers = static_cast<size_t>(mView.layers);
+                copyToDevice(
+                    mView.valueRegion + static_cast<size_t>(slot) * layers, request.valueAddresses, layers, stream);
+            }
+            int32_t const sealedRow = row.canSeal ? row.sealedRow.front() : -1;
+            TSK_CUDA(resetRow(mView, slot, sealedRow, static_cast<int32_t>(row.sealedPages.size()), stream));
+        });
 }
 
 void CudaState::load(int32_t slot, int32_t length, cudaStream_t stream)
@@ -220,15 +216,7 @@ void CudaState::load(int32_t slot, int32_t length, cudaStream_t stream)
     {
         return;
     }
-    try
-    {
-        upload(slot, row, stream);
-    }
-    catch (...)
-    {
-        mBook.release(slot);
-        throw;
-    }
+    orRelease(slot, [&] { upload(slot, row, stream); });
 }
 
 void CudaState::release(int32_t slot)

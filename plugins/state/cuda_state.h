@@ -104,6 +104,21 @@ private:
     int32_t tailBegin(int32_t batch) const;
     void upload(int32_t slot, BookRow const& row, cudaStream_t stream) const;
 
+    // Does `work` for a row of which the books are ahead of the device; where it fails the row is gone.
+    template <typename Work>
+    void orRelease(int32_t slot, Work&& work)
+    {
+        try
+        {
+            work();
+        }
+        catch (...)
+        {
+            mBook.release(slot);
+            throw;
+        }
+    }
+
     int32_t mDevice;
     int32_t mRowGroups;
     bool mSeals; // some row could be sealed

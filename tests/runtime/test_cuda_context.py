@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from tests.runtime.dry_state import PAGE, STREAM, allocate, make, step
 from trtllm_shadowkv.errors import ConfigError, StateError
-from trtllm_shadowkv.library import Library, load
+from trtllm_shadowkv.library import Library
 from trtllm_shadowkv.runtime.cuda_state import CudaState
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return load()
-
-
-@pytest.fixture
-def state(library: Library) -> Iterator[CudaState]:
-    with make(library) as made:
-        yield made
 
 
 def read(state: CudaState, slot: int, stretches: Sequence[int]) -> None:

@@ -7,26 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.runtime.dry_state import PAGE, SEALED_PAGE, STREAM, allocate, make, step
 from trtllm_shadowkv.errors import ConfigError, StateError
-from trtllm_shadowkv.library import Library, load
+from trtllm_shadowkv.library import Library
 from trtllm_shadowkv.runtime.cuda_state import CudaState
-
-
-@pytest.fixture(scope="module")
-def library() -> Library:
-    return load()
-
-
-@pytest.fixture
-def state(library: Library) -> Iterator[CudaState]:
-    with make(library) as made:
-        yield made
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 
 from tests.runtime.dry_state import PAGE, SEALED_PAGE, STREAM, allocate, make, step
 from trtllm_shadowkv.errors import ConfigError, MissingDependencyError, StateError
-from trtllm_shadowkv.library import ENVIRONMENT, Library, load
+from trtllm_shadowkv.library import ENVIRONMENT, Library
 from trtllm_shadowkv.native_state import DRY, Buffers, NativeApi, Row, StateConfig, Statistics
 from trtllm_shadowkv.runtime.cuda_state import CudaState, PinnedSlab
 
@@ -26,19 +25,8 @@ C_API = ROOT / "plugins/state/c_api.h"
 
 
 @pytest.fixture(scope="module")
-def library() -> Library:
-    return load()
-
-
-@pytest.fixture(scope="module")
 def api(library: Library) -> NativeApi:
     return NativeApi(library)
-
-
-@pytest.fixture
-def state(library: Library) -> Iterator[CudaState]:
-    with make(library) as made:
-        yield made
 
 
 # --- the ABI ----------------------------------------------------------------------------------------------------------

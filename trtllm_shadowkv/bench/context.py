@@ -6,17 +6,15 @@ python -m trtllm_shadowkv.bench.context --output docs/results/context-h200.json
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.profiler
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from trtllm_shadowkv.bench.gpu_baselines import elapsed
+from trtllm_shadowkv.bench.gpu_baselines import elapsed, kernel_events
 from trtllm_shadowkv.bench.report import as_json, gpu_report
 from trtllm_shadowkv.bench.synthetic import CHUNK, HEAD_SIZE, HEADS, KV_HEADS, OUTLIERS, RANK, TOP_K, WINDOW, llama
 from trtllm_shadowkv.config import PAGE_TOKENS, ShadowKVConfig
@@ -140,16 +138,15 @@ class Prompt:
 
     def seal(self) -> tuple[float, dict[str, float]]:
         """Microseconds of sealing all layers, and of its kernels, a layer, by torch's profiler."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        total = 0.0
+
+        def work() -> None:
+            nonlocal total
             total = elapsed(self.stream, lambda: self.state.seal_prompt(0, self.stream.cuda_stream))
-            torch.cuda.synchronize()
-        assert profile.profiler is not None and profile.profiler.kineto_results is not None
-        kernel = re.compile(r"kernels::.*?(\w+)Kernel")
+
         parts: dict[str, float] = {}
-        for event in profile.profiler.kineto_results.events():
-            match = kernel.search(event.name())
-            if match:
-                parts[match[1]] = parts.get(match[1], 0.0) + event.duration_ns() * 1e-3 / LAYERS
+        for name, event in kernel_events(work):
+            parts[name] = parts.get(name, 0.0) + event.duration_ns() * 1e-3 / LAYERS
         assert self.state.fault(self.stream.cuda_stream) == 0
         return total, parts
 

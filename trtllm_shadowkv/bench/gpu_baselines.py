@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.profiler
 from torch import Tensor
 
 from trtllm_shadowkv.bench.synthetic import CHUNK, HEAD_SIZE, HEADS, KV_HEADS, OUTLIERS, TOP_K, WINDOW
@@ -31,6 +33,17 @@ def microseconds(stream: torch.cuda.Stream, work: Callable[[], None], repeats: i
     with torch.cuda.graph(graph, stream=stream):
         work()
     return statistics.median([elapsed(stream, graph.replay) for _ in range(repeats + 1)][1:])
+
+
+def kernel_events(work: Callable[[], Any]) -> list[tuple[str, Any]]:
+    """Name and event of each kernel of ours that ``work`` runs, by torch's profiler; waits for the device."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    kernel = re.compile(r"kernels::.*?(\w+)Kernel")
+    found = ((kernel.search(event.name()), event) for event in profile.profiler.kineto_results.events())
+    return [(match[1], event) for match, event in found if match]
 
 
 def copy_bandwidth() -> float:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.profiler
 
-from trtllm_shadowkv.bench.gpu_baselines import copy_bandwidth, dense_baseline, elapsed, microseconds, torch_stages
+from trtllm_shadowkv.bench.gpu_baselines import (
+    copy_bandwidth,
+    dense_baseline,
+    elapsed,
+    kernel_events,
+    microseconds,
+    torch_stages,
+)
 from trtllm_shadowkv.bench.report import as_json, gpu_report
 from trtllm_shadowkv.bench.synthetic import (
     CHUNK,
@@ -149,13 +154,7 @@ def timeline(rows: SyntheticRows) -> list[tuple[str, int, float, float]]:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=rows.stream):
         rows.run(steps)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        graph.replay()
-        torch.cuda.synchronize()
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    kernel = re.compile(r"kernels::.*?(\w+)Kernel")
-    found = [(kernel.search(e.name()), e) for e in profile.profiler.kineto_results.events()]
-    events = sorted(((m[1], e) for m, e in found if m), key=lambda pair: pair[1].start_ns())
+    events = sorted(kernel_events(graph.replay), key=lambda pair: pair[1].start_ns())
     last = max(i for i, (name, _) in enumerate(events) if name == "append")
     first = events[last][1].start_ns()
     return [

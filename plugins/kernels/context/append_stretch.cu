@@ -1,4 +1,4 @@
-#include "kernels/context/context.h"
+#include "kernels/context/stretch.h"
 
 #include "kernels/decode/device.cuh"
 #include "kernels/launch.cuh"
@@ -162,8 +162,7 @@ __global__ void __launch_bounds__(kTHREADS<D>) appendStretchKernel(__grid_consta
 cudaError_t appendStretch(View const& view, int32_t layer, Stretch const& stretch, void const* qkv,
     int32_t const* positions, void* q, cudaStream_t stream)
 {
-    if (layer < 0 || layer >= view.layers || stretch.slot < 0 || stretch.slot >= view.slots || stretch.start < 0
-        || stretch.length < 1 || stretch.start > kMAX_TOKENS - stretch.length)
+    if (!isValid(view, layer, stretch))
     {
         return cudaErrorInvalidValue;
     }

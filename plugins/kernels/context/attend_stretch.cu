@@ -3,7 +3,7 @@
 //
 // Keys come in tiles from position 0 on, and a row's sums are brought up to date tile by tile, so what a row gets
 // depends on its position alone: keys past it weigh exactly 0.
-#include "kernels/context/context.h"
+#include "kernels/context/stretch.h"
 
 #include "kernels/context/attend_stretch_tile.cuh"
 #include "kernels/launch.cuh"
@@ -13,7 +13,6 @@ namespace trtllm_shadowkv::kernels
 namespace
 {
 
-constexpr float kLOG2_E = 1.44269504088896341F;
 constexpr int32_t kBLOCKS = 2; // a multiprocessor: up to 255 registers a thread
 
 // A block's tokens and head.
@@ -235,8 +234,7 @@ __global__ void __launch_bounds__(kTHREADS, kBLOCKS) attendStretchKernel(
 cudaError_t attendStretch(
     View const& view, int32_t layer, Stretch const& stretch, void const* q, void* out, cudaStream_t stream)
 {
-    if (layer < 0 || layer >= view.layers || stretch.slot < 0 || stretch.slot >= view.slots || stretch.start < 0
-        || stretch.length < 1 || stretch.start > kMAX_TOKENS - stretch.length)
+    if (!isValid(view, layer, stretch))
     {
         return cudaErrorInvalidValue;
     }

@@ -21,18 +21,6 @@ struct Shared
     uint32_t rank; // and its rank in there, from 1
 };
 
-__device__ __forceinline__ uint32_t ones(uint32_t mask)
-{
-    return static_cast<uint32_t>(__popc(static_cast<int32_t>(mask)));
-}
-
-// In the order of the cosines, which are no NaN; both zeros are one.
-__device__ __forceinline__ uint32_t orderedKey(float cosine)
-{
-    uint32_t const bits = __float_as_uint(cosine + 0.0F);
-    return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
-}
-
 // Key of the rank-th lowest (from 1) of chunks 1 and up, digit by digit; `rank` becomes the rank among the chunks of
 // that key.
 __device__ __forceinline__ uint32_t findLimit(float const* cosines, int32_t chunks, uint32_t& rank, Shared& shared)
@@ -52,7 +40,7 @@ __device__ __forceinline__ uint32_t findLimit(float const* cosines, int32_t chun
 #pragma unroll 4
         for (int32_t chunk = 1 + static_cast<int32_t>(threadIdx.x); chunk < chunks; chunk += kTHREADS)
         {
-            uint32_t const key = orderedKey(cosines[chunk]);
+            uint32_t const key = keyOf(cosines[chunk]);
             if (pass == 0 || key >> above == limit)
             {
                 atomicAdd(&shared.bins[key >> shift & ((1U << kBITS[pass]) - 1U)], 1U);
@@ -108,7 +96,7 @@ __global__ void __launch_bounds__(kTHREADS)
     {
         int32_t const chunk = word * 32 + lane;
         bool const isOther = chunk > 0 && chunk < chunks;
-        uint32_t const key = isOther ? orderedKey(cosines[chunk]) : 0;
+        uint32_t const key = isOther ? keyOf(cosines[chunk]) : 0;
         below += ones(__ballot_sync(kFULL_WARP, isOther && key < limit));
         equal += ones(__ballot_sync(kFULL_WARP, isOther && key == limit));
     }
@@ -128,7 +116,7 @@ __global__ void __launch_bounds__(kTHREADS)
     {
         int32_t const chunk = word * 32 + lane;
         bool const isOther = chunk > 0 && chunk < chunks;
-        uint32_t const key = isOther ? orderedKey(cosines[chunk]) : 0;
+        uint32_t const key = isOther ? keyOf(cosines[chunk]) : 0;
         bool const isTie = isOther && key == limit;
         uint32_t const tied = __ballot_sync(kFULL_WARP, isTie);
         uint32_t const tiesBefore = tie + ones(tied & lower);

@@ -14,7 +14,6 @@ inline constexpr int32_t kPAGE_UNITS = kLIVE_PAGE_TOKENS / kUNIT;
 // Live, outliers, hits and misses of a row and head, for chunks of 16 tokens.
 inline constexpr int32_t kMAX_PARTIALS
     = kMAX_LIVE_SPLITS + kMAX_OUTLIERS * 16 / kSPLIT_TOKENS + kMAX_TOP_K * 16 / kSPLIT_TOKENS + 1;
-inline constexpr float kLOG2_E = 1.44269504088896341F;
 inline constexpr float kLN_2 = 0.693147180559945309F;
 
 enum class Part : int32_t

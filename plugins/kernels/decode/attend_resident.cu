@@ -155,12 +155,8 @@ cudaError_t attendResident(View const& view, int32_t layer, void const* q, int32
                 return error;
             }
             dim3 const grid(static_cast<uint32_t>(blocks * multiprocessors));
-            if (isAfterRebuild)
-            {
-                return launchEarly(
-                    view, kernel, grid, kATTEND_THREADS, 0, stream, view, layer, static_cast<T const*>(q), begin, end);
-            }
-            return launch(kernel, grid, kATTEND_THREADS, 0, stream, view, layer, static_cast<T const*>(q), begin, end);
+            return launchEarly(view.startsEarly && isAfterRebuild, kernel, grid, kATTEND_THREADS, 0, stream, view,
+                layer, static_cast<T const*>(q), begin, end);
         });
 }
 

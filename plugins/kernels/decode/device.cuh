@@ -112,6 +112,22 @@ __device__ __forceinline__ float4 ropePair(View const& v, int32_t p, int32_t i)
         turn.z * step.z - turn.w * step.w, turn.z * step.w + turn.w * step.z);
 }
 
+// --- order and count ----------------------------------------------------------------------------------------------------
+
+inline constexpr float kLOG2_E = 1.44269504088896341F;
+
+// An unsigned number in the order of the floats (both zeros alike). No number has key 0.
+__device__ __forceinline__ uint32_t keyOf(float x)
+{
+    uint32_t const bits = __float_as_uint(x + 0.0F);
+    return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000U);
+}
+
+__device__ __forceinline__ uint32_t ones(uint32_t mask)
+{
+    return static_cast<uint32_t>(__popc(static_cast<int32_t>(mask)));
+}
+
 // --- reductions ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float warpMax(float v)

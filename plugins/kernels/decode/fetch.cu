@@ -186,8 +186,8 @@ cudaError_t fetchValues(
     }
     uint32_t const kvHeads = static_cast<uint32_t>(view.kvHeads);
     uint32_t const piecesPerChunk = static_cast<uint32_t>(valueChunkBytes(view)) / kPIECE; // 32 to 256
-    return launchEarly(view, fetchKernel, dim3(static_cast<uint32_t>(blocks)), kTHREADS, 0, stream, view, layer,
-        static_cast<uint32_t>(begin) * kvHeads, static_cast<uint32_t>(end - begin) * kvHeads, piecesPerChunk,
+    return launchEarly(view.startsEarly, fetchKernel, dim3(static_cast<uint32_t>(blocks)), kTHREADS, 0, stream, view,
+        layer, static_cast<uint32_t>(begin) * kvHeads, static_cast<uint32_t>(end - begin) * kvHeads, piecesPerChunk,
         (kONE + piecesPerChunk - 1) / piecesPerChunk);
 }
 

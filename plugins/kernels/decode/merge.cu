@@ -184,7 +184,7 @@ cudaError_t mergePartials(View const& view, void* out, int32_t begin, int32_t en
             using T = decltype(tag);
             dim3 const grid(static_cast<uint32_t>(view.heads), static_cast<uint32_t>(end - begin));
             auto const kernel = mergeKernel<T, decltype(size)::value>;
-            return launchEarly(view, kernel, grid, kTHREADS, 0, stream, view, static_cast<T*>(out), begin);
+            return launchEarly(view.startsEarly, kernel, grid, kTHREADS, 0, stream, view, static_cast<T*>(out), begin);
         });
 }
 

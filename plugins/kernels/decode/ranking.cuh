@@ -74,11 +74,6 @@ __device__ __forceinline__ uint32_t countAll(uint32_t const (&counts)[kWARPS])
     return __reduce_add_sync(kFULL_WARP, laneOf() < kWARPS ? counts[laneOf()] : 0U);
 }
 
-__device__ __forceinline__ uint32_t ones(uint32_t mask)
-{
-    return static_cast<uint32_t>(__popc(static_cast<int32_t>(mask)));
-}
-
 // Lanes of the mask below this one.
 __device__ __forceinline__ uint32_t onesBelow(uint32_t mask)
 {
@@ -90,13 +85,6 @@ __device__ __forceinline__ uint32_t reserve(uint32_t& counter, uint32_t count)
 {
     uint32_t const at = laneOf() == 0 ? atomicAdd(&counter, count) : 0U;
     return __shfl_sync(kFULL_WARP, at, 0);
-}
-
-// An unsigned number in the order of the floats (both zeros alike). No number has key 0.
-__device__ __forceinline__ uint32_t keyOf(float score)
-{
-    uint32_t const bits = __float_as_uint(score + 0.0F);
-    return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000U);
 }
 
 // The least score whose key is at least this one, which is one of a number or between two.

@@ -360,8 +360,8 @@ cudaError_t scoreLandmarks(
         error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBYTES / part);
         if (error == cudaSuccess)
         {
-            error = launchEarly(view, kernel, dim3(static_cast<uint32_t>(blocks)), kTHREADS / part, kBYTES / part,
-                stream, view, layer, q, begin, end);
+            error = launchEarly(view.startsEarly, kernel, dim3(static_cast<uint32_t>(blocks)), kTHREADS / part,
+                kBYTES / part, stream, view, layer, q, begin, end);
         }
         return error;
     };

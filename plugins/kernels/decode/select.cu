@@ -371,12 +371,8 @@ cudaError_t launchSelect(View const& view, int32_t layer, int32_t* selection, in
         return error;
     }
     dim3 const grid(static_cast<uint32_t>(view.kvHeads), static_cast<uint32_t>(end - begin));
-    auto const kernel = selectKernel<kVECTOR>;
-    if (isAfterScore)
-    {
-        return launchEarly(view, kernel, grid, kTHREADS, sharedBytes, stream, view, layer, selection, begin);
-    }
-    return launch(kernel, grid, kTHREADS, sharedBytes, stream, view, layer, selection, begin);
+    return launchEarly(view.startsEarly && isAfterScore, selectKernel<kVECTOR>, grid, kTHREADS, sharedBytes, stream,
+        view, layer, selection, begin);
 }
 
 } // namespace
