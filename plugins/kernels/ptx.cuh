@@ -1,4 +1,4 @@
-// Instructions that C++ has no words for, one function each; nothing else in the library has inline assembly.
+// Instructions that C++ has no words for, one function each. Inline assembly is here and in hopper.cuh alone.
 #pragma once
 
 #include <cstdint>

@@ -74,8 +74,7 @@ void CudaState::contextTopK(StepArguments const& a)
         cudaStream_t const fetch = mOn->fetch.get();
         checkStage(cudaEventRecord(mOn->entered.get(), a.stream), "record before store", a.layer, all);
         checkStage(cudaStreamWaitEvent(fetch, mOn->entered.get(), 0), "wait before store", a.layer, all);
-        checkStage(
-            storeValues(mView, a.layer, c.stretch.slot, c.valueStride, c.storeBegin, c.storeEnd, kFETCH_BLOCKS, fetch),
+        checkStage(storeValues(mView, a.layer, c.stretch.slot, c.valueStride, c.storeBegin, c.storeEnd, fetch),
             "store values", a.layer, all);
         checkStage(cudaEventRecord(mOn->fetchedAll.get(), fetch), "record after store", a.layer, all);
     }
@@ -126,7 +125,7 @@ void CudaState::sealPrompt(int32_t slot, cudaStream_t stream)
         TSK_CUDA(cudaStreamWaitEvent(fetch, mOn->entered.get(), 0));
         for (int32_t layer = 0; layer < mView.layers && before.stored < chunks; ++layer)
         {
-            checkStage(storeValues(mView, layer, slot, before.valueStride, before.stored, chunks, kFETCH_BLOCKS, fetch),
+            checkStage(storeValues(mView, layer, slot, before.valueStride, before.stored, chunks, fetch),
                 "store values", layer, {0, 1});
         }
         TSK_CUDA(cudaEventRecord(mOn->fetchedAll.get(), fetch));

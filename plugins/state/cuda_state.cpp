@@ -1,5 +1,6 @@
 #include "state/cuda_state.h"
 
+#include "kernels/context/attend_stretch_hopper.h"
 #include "kernels/decode/decode.h"
 #include "kernels/decode/reset.h"
 #include "state/device.h"
@@ -34,6 +35,7 @@ View withDevice(View view, int32_t device)
     }
     view.multiprocessors = info.multiprocessors;
     view.startsEarly = info.compute_major >= 9;
+    view.isHopper = kernels::kBUILT_FOR_HOPPER && info.compute_major == 9 && info.compute_minor == 0;
     return view;
 }
 

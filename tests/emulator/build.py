@@ -24,7 +24,7 @@ ROOT = HERE.parent.parent
 OUT = ROOT / "out" / "emulator"
 LIBRARY = OUT / "libtrtllm_shadowkv_emulated.so"
 EMULATOR = sorted(HERE.glob("*.cpp"))
-FAST = {"fibers.cpp", "shared_memory.cpp", "tensor_cores.cpp"}
+FAST = {"barriers.cpp", "fibers.cpp", "products.cpp", "shared_memory.cpp", "tensor_cores.cpp"}
 LIBRARY_SOURCES = ("kernels/**/*.cu", "kernels/**/*.cpp", "state/*.cpp")
 CHECKS = "alignment,bounds,shift,integer-divide-by-zero,null,signed-integer-overflow,float-cast-overflow"
 SANITIZE = (f"-fsanitize={CHECKS}",)
@@ -60,6 +60,7 @@ def flags(level: str, extra: Sequence[str]) -> list[str]:
         *("-std=c++17", level, "-g1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-fno-gnu-unique"),
         *("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-attributes", "-Wno-unused-parameter"),
         f'-DTSK_VERSION="{version()}"',
+        "-DTSK_BUILT_FOR_HOPPER",
         *extra,
         *("-I", str(HERE / "include"), "-I", str(ROOT / "plugins"), "-I", str(OUT / "generated")),
         *("-isystem", str(cuda_include())),

@@ -92,6 +92,13 @@ double now()
     return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
+// Ten times the number.
+int computeCapability()
+{
+    char const* const named = std::getenv("TSK_EMULATED_CAPABILITY");
+    return named == nullptr ? 90 : std::atoi(named);
+}
+
 } // namespace
 
 extern "C"
@@ -232,8 +239,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device)
     properties->warpSize = 32;
     properties->maxThreadsPerBlock = 1024;
     properties->maxThreadsPerMultiProcessor = 2048;
-    properties->major = 9;
-    properties->minor = 0;
+    properties->major = computeCapability() / 10;
+    properties->minor = computeCapability() % 10;
     properties->multiProcessorCount = 4;
     properties->l2CacheSize = 4 << 20;
     properties->canMapHostMemory = 1;
@@ -262,10 +269,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
         *value = 4;
         return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor:
-        *value = 9;
+        *value = computeCapability() / 10;
         return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor:
-        *value = 0;
+        *value = computeCapability() % 10;
         return cudaSuccess;
     case cudaDevAttrL2CacheSize:
         *value = 4 << 20;
@@ -453,6 +460,14 @@ cudaError_t cudaFuncSetAttribute(void const* kernel, cudaFuncAttribute attribute
         }
         emulator::askForShared(kernel, static_cast<size_t>(value));
     }
+    return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void const*)
+{
+    std::memset(attributes, 0, sizeof(*attributes));
+    attributes->maxThreadsPerBlock = 1024;
+    attributes->ptxVersion = attributes->binaryVersion = computeCapability();
     return cudaSuccess;
 }
 

@@ -52,39 +52,16 @@ void resume(Machine& m, Fiber& f)
     running = nullptr;
 }
 
-// The running fiber waits: on with another one of its warp, which is what the scheduler would do, or with the scheduler.
-void giveWay(Machine& m)
-{
-    Fiber& from = fiber();
-    if (!m.reversed && !m.shuffled)
-    {
-        Fiber* const lanes = &m.fibers[from.index - from.lane];
-        for (uint32_t i = 1; i < kLANES; ++i)
-        {
-            Fiber& to = lanes[(from.lane + i) % kLANES];
-            if (to.state == State::kREADY)
-            {
-                running = &to;
-                threadIdx = to.threadIndex;
-                emulatorSwitch(&from.stackPointer, to.stackPointer);
-                return;
-            }
-        }
-    }
-    toScheduler();
-}
-
 void fiberMain()
 {
     Machine& m = machine();
     m.launch.invoke(m.launch.arguments);
     Fiber& f = fiber();
-    for (auto& group : f.groups)
+    checkProducts();
+    if (f.arrivals.empty()) // else when they do
     {
-        copyNow(group);
+        copyAllOf(f);
     }
-    f.groups.clear();
-    copyNow(f.open);
     Warp& warp = m.warps[f.index / kLANES];
     ++warp.ended;
     ++m.barrier.ended;
@@ -113,6 +90,12 @@ void prepare(Machine& m, Fiber& f, uint32_t index)
     f.state = State::kREADY;
     f.open.clear();
     f.groups.clear();
+    f.copies = 0;
+    f.arrivals.clear();
+    f.products.clear();
+    f.batches = 0;
+    f.hasBegun = false;
+    f.fence = 0;
     // Not all at the same place of a page: they would push each other out of the cache.
     unsigned char* const top = m.stacks + (index + 1) * (kSTACK + kGUARD) - index % kLANES * 1088;
     void** p = reinterpret_cast<void**>(top) - 8;
@@ -142,6 +125,28 @@ void printPlace(Machine const& m)
 
 } // namespace
 
+// The running fiber waits: on with another one of its warp, which is what the scheduler would do, or with the scheduler.
+void giveWay(Machine& m)
+{
+    Fiber& from = fiber();
+    if (!m.reversed && !m.shuffled)
+    {
+        Fiber* const lanes = &m.fibers[from.index - from.lane];
+        for (uint32_t i = 1; i < kLANES; ++i)
+        {
+            Fiber& to = lanes[(from.lane + i) % kLANES];
+            if (to.state == State::kREADY)
+            {
+                running = &to;
+                threadIdx = to.threadIndex;
+                emulatorSwitch(&from.stackPointer, to.stackPointer);
+                return;
+            }
+        }
+    }
+    toScheduler();
+}
+
 void toScheduler()
 {
     emulatorSwitch(&fiber().stackPointer, machine().scheduler);
@@ -151,9 +156,12 @@ void runBlock(Machine& m)
 {
     uint32_t const warps = m.threads / kLANES;
     m.barrier = Barrier{};
+    clearBarriers(m);
+    m.blockTime = ++m.time;
     for (Warp& warp : m.warps)
     {
         warp.arrived = warp.ended = 0;
+        warp.reads.clear();
     }
     for (uint32_t i = 0; i < m.threads; ++i)
     {
@@ -172,6 +180,10 @@ void runBlock(Machine& m)
     while (m.barrier.ended != m.threads)
     {
         bool hasRun = false;
+        if (m.copiesRandom && m.random() % 4 == 0)
+        {
+            letArrive(m);
+        }
         if (m.shuffled)
         {
             std::shuffle(order.begin(), order.end(), m.random);
@@ -203,9 +215,9 @@ void runBlock(Machine& m)
                 again = again && !(m.shuffled && m.random() % 8 == 0);
             }
         }
-        if (!hasRun && m.barrier.ended != m.threads)
+        if (!hasRun && m.barrier.ended != m.threads && !endProducts(m) && !letArrive(m))
         {
-            std::string where;
+            std::string where = waitersOf(m);
             for (uint32_t w = 0; w < warps; ++w)
             {
                 Warp const& warp = m.warps[w];
@@ -223,6 +235,10 @@ void runBlock(Machine& m)
             }
             fail(cudaErrorLaunchFailure, "deadlock: no thread can go on%s", where.c_str());
         }
+    }
+    for (uint32_t i = 0; i < m.threads; ++i)
+    {
+        copyAllOf(m.fibers[i]);
     }
     checkSharedMemory();
 }
@@ -331,6 +347,7 @@ int blockBarrier(Vote vote, int predicate, int line)
     if (++b.arrived == m.threads)
     {
         b.arrived = 0;
+        ++m.meetings;
         b.result = vote == Vote::kAND  ? b.count == static_cast<int>(m.threads)
                    : vote == Vote::kOR ? b.count != 0
                                        : b.count;

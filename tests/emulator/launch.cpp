@@ -95,6 +95,7 @@ void makeStacks(Machine& m)
     }
     m.fibers.resize(kMAX_THREADS);
     m.warps.resize(kMAX_THREADS / kLANES);
+    m.pieces.resize(kPIECES);
 }
 
 cudaError_t refuse(Machine& m, cudaError_t error, std::string const& why)
@@ -125,6 +126,10 @@ cudaError_t run(Launch const& launch)
     makeStacks(m);
     readEnvironment(m);
     m.launch = launch;
+    if (m.hasFailed)
+    {
+        m.pieces.assign(kPIECES, Piece{});
+    }
     m.hasFailed = false;
     m.error = cudaSuccess;
     uint64_t const threads = uint64_t{launch.block.x} * launch.block.y * launch.block.z;

@@ -1,4 +1,5 @@
 // Kernels with one mistake each, for selftest.cu.
+#include "kernels/hopper.cuh"
 #include "kernels/launch.cuh"
 
 #include <cstdio>
@@ -120,7 +121,213 @@ __global__ void noWaitKernel(int32_t* out)
     out[threadIdx.x] = static_cast<int32_t>(cells[threadIdx.x].x);
 }
 
-cudaError_t launchOn(void (*kernel)(int32_t*), int32_t sharedBytes, bool print = false)
+// --- of hopper.cuh ----------------------------------------------------------------------------------------------------------
+
+enum class Part
+{
+    kWHOLE, // as it should be
+    kNO_FENCE,
+    kNO_BEGIN,
+    kNO_WAIT,
+    kREAD_BEFORE,
+    kWRITE_BEFORE,
+    kCOPY_BEFORE,
+    kSTORE_BEFORE,
+    kNO_COPIES,
+    kSTRAIGHT
+};
+
+// A warpgroup's product, with a mistake.
+template <Part kPART>
+__global__ void productKernel(int32_t* out)
+{
+    char* const memory = dynamicShared<char>() + 1024 - 16;
+    uint32_t const shared = sharedAddress(memory);
+    for (uint32_t i = threadIdx.x; i < 128 * 8; i += blockDim.x)
+    {
+        copyAsyncPart(shared + i * 16, out, 0);
+    }
+    commitCopies();
+    if (kPART != Part::kNO_COPIES)
+    {
+        waitForCopies<0>();
+    }
+    if (kPART != Part::kNO_FENCE)
+    {
+        fenceForProducts();
+    }
+    __syncthreads();
+    uint64_t const matrix = turnedMatrix(shared + (kPART == Part::kSTRAIGHT ? 128 : 0));
+    float d[64];
+    if (kPART != Part::kNO_BEGIN)
+    {
+        beginProducts();
+    }
+    startProduct<__half, false>(d, matrix, matrix);
+    commitProducts();
+    float sum = 0.0F;
+    if (kPART == Part::kREAD_BEFORE)
+    {
+        sum = d[threadIdx.x % 64];
+    }
+    if (kPART == Part::kWRITE_BEFORE)
+    {
+        d[63] += 1.0F;
+    }
+    if (kPART == Part::kCOPY_BEFORE && threadIdx.x == 70)
+    {
+        copyAsync<16>(shared + 128 * 127 + 16 * 7, out); // k from 0 on of row 127
+    }
+    if (kPART == Part::kSTORE_BEFORE && threadIdx.x == 70)
+    {
+        memory[0] = 1;
+    }
+    if (kPART != Part::kNO_WAIT)
+    {
+        waitForProducts<0>();
+        settle(d);
+    }
+    sum += d[(threadIdx.x + 1) % 64];
+    if (threadIdx.x < 64)
+    {
+        out[threadIdx.x] = isnan(sum) ? -1 : static_cast<int32_t>(sum);
+    }
+}
+
+// The barrier in which all go on, but for a mistake.
+__global__ void freshKernel(int32_t* out)
+{
+    __shared__ uint64_t barrier;
+    out[0] = 0;
+    await(sharedAddress(&barrier), 0);
+}
+
+__global__ void awaitKernel(int32_t* out)
+{
+    __shared__ uint64_t barrier;
+    uint32_t const at = sharedAddress(&barrier);
+    if (threadIdx.x == 0)
+    {
+        initBarrier(at, 64);
+    }
+    __syncthreads();
+    await(at, 1); // counts as ended
+    if (threadIdx.x != 9)
+    {
+        arrive(at);
+    }
+    if (threadIdx.x >= 32)
+    {
+        await(at, 0);
+    }
+    out[threadIdx.x] = 0;
+}
+
+__global__ void unsyncedKernel(int32_t* out)
+{
+    __shared__ uint64_t barrier;
+    if (threadIdx.x == 0)
+    {
+        initBarrier(sharedAddress(&barrier), 64);
+    }
+    __syncwarp();
+    arrive(sharedAddress(&barrier));
+    out[threadIdx.x] = 0;
+}
+
+// Twice as many arrivals as expected: the second phase ends before the end of the first was seen.
+__global__ void arrivalsKernel(int32_t* out)
+{
+    __shared__ uint64_t barrier;
+    uint32_t const at = sharedAddress(&barrier);
+    if (threadIdx.x == 0)
+    {
+        initBarrier(at, 15);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+    {
+        await(at, 0);
+    }
+    else if (threadIdx.x < 31)
+    {
+        arrive(at);
+    }
+    out[threadIdx.x] = 0;
+}
+
+__global__ void twiceKernel(int32_t* out)
+{
+    __shared__ uint64_t barrier;
+    uint32_t const at = sharedAddress(&barrier);
+    if (threadIdx.x == 0)
+    {
+        initBarrier(at, 64);
+    }
+    __syncthreads();
+    arriveWithCopies(at);
+    arriveWithCopies(at);
+    await(at, 0);
+    out[threadIdx.x] = 0;
+}
+
+__global__ void overKernel(int32_t* out)
+{
+    __shared__ uint64_t barrier;
+    uint32_t const at = sharedAddress(&barrier);
+    if (threadIdx.x == 0)
+    {
+        initBarrier(at, 64);
+        barrier = 0;
+    }
+    __syncthreads();
+    arrive(at);
+    out[threadIdx.x] = 0;
+}
+
+__global__ void countsKernel(int32_t* out)
+{
+    if (threadIdx.x < 32)
+    {
+        meetAt<64>(3);
+    }
+    else
+    {
+        arriveAt<32>(3);
+    }
+    out[threadIdx.x] = 0;
+}
+
+__global__ void aloneKernel(int32_t* out)
+{
+    if (threadIdx.x < 32)
+    {
+        meetAt<64>(3);
+    }
+    out[threadIdx.x] = 0;
+}
+
+// Copies that nobody waits for, of a ring's only tile.
+__global__ void ringKernel(int32_t* out)
+{
+    __shared__ uint64_t barrier;
+    __shared__ uint4 cells[32];
+    uint32_t const at = sharedAddress(&barrier);
+    if (threadIdx.x == 0)
+    {
+        initBarrier(at, 32);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32)
+    {
+        copyAsync<16>(sharedAddress(cells + threadIdx.x), out);
+        arriveWithCopies(at);
+    }
+    meetAt<64>(5);
+    out[threadIdx.x] = static_cast<int32_t>(cells[threadIdx.x % 32].x);
+}
+
+cudaError_t launchOn(void (*kernel)(int32_t*), int32_t sharedBytes, bool print = false, int32_t threads = 64)
 {
     void* memory = nullptr;
     cudaMalloc(&memory, 64 * sizeof(int32_t));
@@ -129,12 +336,18 @@ cudaError_t launchOn(void (*kernel)(int32_t*), int32_t sharedBytes, bool print =
     {
         std::memset(out, 0, 64 * sizeof(int32_t));
     }
-    cudaError_t const error = launch(kernel, 1, 64, sharedBytes, nullptr, out);
+    cudaError_t const error = launch(kernel, 1, threads, sharedBytes, nullptr, out);
     for (int i = 0; print && i < 64; ++i)
     {
         std::printf("%d ", out[i]);
     }
     return error;
+}
+
+template <Part kPART>
+cudaError_t launchProduct()
+{
+    return launchOn(productKernel<kPART>, 1024 - 16 + 128 * 128, true, 128);
 }
 
 std::map<std::string, std::function<cudaError_t()>> const kCASES = {
@@ -152,6 +365,25 @@ std::map<std::string, std::function<cudaError_t()>> const kCASES = {
     {"divide", [] { return launchOn(divideKernel, 0); }},
     {"race", [] { return launchOn(raceKernel, 0, true); }},
     {"no wait", [] { return launchOn(noWaitKernel, 1024, true); }},
+    {"product", launchProduct<Part::kWHOLE>},
+    {"product without fence", launchProduct<Part::kNO_FENCE>},
+    {"product without begin", launchProduct<Part::kNO_BEGIN>},
+    {"product without wait", launchProduct<Part::kNO_WAIT>},
+    {"product read before", launchProduct<Part::kREAD_BEFORE>},
+    {"product written before", launchProduct<Part::kWRITE_BEFORE>},
+    {"matrix copied over", launchProduct<Part::kCOPY_BEFORE>},
+    {"matrix stored over", launchProduct<Part::kSTORE_BEFORE>},
+    {"matrix not there", launchProduct<Part::kNO_COPIES>},
+    {"matrix not at 1024", launchProduct<Part::kSTRAIGHT>},
+    {"fresh", [] { return launchOn(freshKernel, 0); }},
+    {"await", [] { return launchOn(awaitKernel, 0); }},
+    {"unsynced", [] { return launchOn(unsyncedKernel, 0); }},
+    {"arrivals", [] { return launchOn(arrivalsKernel, 0); }},
+    {"twice", [] { return launchOn(twiceKernel, 0); }},
+    {"written over", [] { return launchOn(overKernel, 0); }},
+    {"counts", [] { return launchOn(countsKernel, 0); }},
+    {"alone", [] { return launchOn(aloneKernel, 0); }},
+    {"ring", [] { return launchOn(ringKernel, 0, true); }},
 };
 
 } // namespace

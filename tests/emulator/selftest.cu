@@ -1,11 +1,13 @@
 // Checks of the emulator: its instructions against their definitions, and that each mistake is told. `selftest CASE`.
 #include "kernels/decode/device.cuh"
+#include "kernels/hopper.cuh"
 #include "kernels/launch.cuh"
 
 #include <cstdio>
 #include <cstring>
 #include <random>
 #include <string>
+#include <vector>
 
 namespace trtllm_shadowkv::kernels
 {
@@ -257,6 +259,229 @@ void checkCopies()
     }
 }
 
+// --- instructions of hopper.cuh -------------------------------------------------------------------------------------------
+
+constexpr int32_t kDEPTH = 64; // k of a product
+
+struct Factors
+{
+    uint16_t a[2 * 64][kDEPTH]; // of two warpgroups
+    uint16_t b[128][kDEPTH];
+    float d[2 * 64][128]; // in, and out
+};
+
+// d += A B^T, N of B's rows: both turned, or A in registers and B in units. The first sixteen k do not add where both are
+// turned.
+template <typename T, int32_t N, bool kTURNED>
+__global__ void productKernel(Factors* factors)
+{
+    char* memory = dynamicShared<char>();
+    expect(sharedAddress(memory) % 1024 == 16 && reinterpret_cast<uintptr_t>(memory) % 1024 == 16, "where it begins");
+    memory += 1024 - 16;
+    uint32_t const shared = sharedAddress(memory);
+    uint32_t const group = threadIdx.x / kGROUP_THREADS;
+    uint32_t const toB = shared + 2 * 64 * 128;
+    for (uint32_t i = threadIdx.x; i < 128 * 8; i += blockDim.x)
+    {
+        uint32_t const row = i / 8;
+        uint32_t const piece = i % 8;
+        uint32_t const turned = row * 128 + (piece ^ row % 8) * 16;
+        copyAsync<16>(shared + turned, &factors->a[row][piece * 8]);
+        copyAsync<16>(toB + (kTURNED ? turned : piece * 128 * 16 + row * 16), &factors->b[row][piece * 8]);
+    }
+    commitCopies();
+    waitForCopies<0>();
+    fenceForProducts();
+    __syncthreads();
+
+    uint32_t const g = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    uint32_t const t = threadIdx.x % 4 * 2;
+    auto const at = [&](uint32_t i) -> float& { return factors->d[g + i / 2 % 2 * 8][i / 4 * 8 + t + i % 2]; };
+    float d[N / 2];
+    for (uint32_t i = 0; i < N / 2; ++i)
+    {
+        d[i] = at(i);
+    }
+    auto const two
+        = [](uint16_t const(&row)[kDEPTH], uint32_t k) { return uint32_t{row[k]} | uint32_t{row[k + 1]} << 16; };
+    for (uint32_t s = 0; s < kDEPTH / 16; ++s)
+    {
+        beginProducts();
+        if constexpr (kTURNED)
+        {
+            uint64_t const a = turnedMatrix(shared + group * 64 * 128 + s * 32);
+            uint64_t const b = turnedMatrix(toB + s * 32);
+            if (s == 0)
+            {
+                startProduct<T, false>(d, a, b);
+            }
+            else
+            {
+                startProduct<T, true>(d, a, b);
+            }
+        }
+        else
+        {
+            auto const& a = factors->a;
+            uint32_t const k = s * 16 + t;
+            uint32_t const registers[4] = {two(a[g], k), two(a[g + 8], k), two(a[g], k + 8), two(a[g + 8], k + 8)};
+            startProduct<T, N>(d, registers, unitMatrix(toB + s * 2 * 128 * 16, 128, 128 * 16));
+        }
+        commitProducts();
+        if (s == 1)
+        {
+            waitForProducts<0>();
+            settle(d);
+        }
+    }
+    waitForProducts<0>();
+    settle(d);
+    for (uint32_t i = 0; i < N / 2; ++i)
+    {
+        at(i) = d[i];
+    }
+}
+
+template <typename T, int32_t N, bool kTURNED>
+void checkProduct()
+{
+    std::mt19937 random(9);
+    Factors* const factors = device<Factors>(1);
+    auto const draw = [&](uint16_t& bits)
+    {
+        float const x = static_cast<float>(static_cast<int>(random() % 33)) / 8.0F - 2.0F;
+        bits = static_cast<uint16_t>(pack<T>(x, 0.0F));
+        return x;
+    };
+    std::vector<float> a(128 * kDEPTH);
+    std::vector<float> b(128 * kDEPTH);
+    for (int i = 0; i < 128; ++i)
+    {
+        for (int k = 0; k < kDEPTH; ++k)
+        {
+            a[i * kDEPTH + k] = draw(factors->a[i][k]);
+            b[i * kDEPTH + k] = draw(factors->b[i][k]);
+        }
+        for (int j = 0; j < 128; ++j)
+        {
+            factors->d[i][j] = kTURNED ? NAN : static_cast<float>(i + j);
+        }
+    }
+    constexpr int32_t kBYTES = 1024 - 16 + 2 * 128 * 128;
+    auto const kernel = productKernel<T, N, kTURNED>;
+    expect(launch(kernel, 1, 256, kBYTES, nullptr, factors) == cudaSuccess, "launch of products");
+    for (int i = 0; i < 128; ++i)
+    {
+        for (int j = 0; j < N; ++j)
+        {
+            float sum = kTURNED ? 0.0F : static_cast<float>(i + j);
+            for (int k = 0; k < kDEPTH; ++k)
+            {
+                sum += a[i * kDEPTH + k] * b[j * kDEPTH + k];
+            }
+            expect(factors->d[i][j] == sum, "startProduct");
+        }
+    }
+}
+
+// Warps 0 to 3 copy tiles into a ring of two, the others add up what they read: in turns, and all tiles.
+__global__ void ringKernel(uint32_t const* from, uint32_t* to, int32_t tiles)
+{
+    constexpr int32_t kSTAGES = 2;
+    __shared__ uint64_t barriers[kSTAGES][2]; // it is there, it was read
+    __shared__ uint4 ring[kSTAGES][128];
+    __shared__ uint32_t order;
+    if (threadIdx.x == 0)
+    {
+        for (auto& stage : barriers)
+        {
+            initBarrier(sharedAddress(&stage[0]), 128);
+            initBarrier(sharedAddress(&stage[1]), 8);
+        }
+        order = 0;
+    }
+    __syncthreads();
+    int32_t const group = static_cast<int32_t>(threadIdx.x) / kGROUP_THREADS;
+    uint32_t const i = threadIdx.x % kGROUP_THREADS;
+    if (group == 0)
+    {
+        shrinkRegisters<24>();
+    }
+    else
+    {
+        growRegisters<240>();
+    }
+    uint32_t sum = 0;
+    for (int32_t tile = 0; tile < tiles; ++tile)
+    {
+        int32_t const stage = tile % kSTAGES;
+        uint32_t const phase = static_cast<uint32_t>(tile / kSTAGES % 2);
+        uint32_t const there = sharedAddress(&barriers[stage][0]);
+        uint32_t const read = sharedAddress(&barriers[stage][1]);
+        if (group == 0)
+        {
+            await(read, phase ^ 1);
+            copyAsync<16>(sharedAddress(&ring[stage][i]), from + (tile * 128 + i) * 4);
+            arriveWithCopies(there);
+            continue;
+        }
+        await(there, phase);
+        if (group == 1)
+        {
+            if (tile != 0)
+            {
+                meetAt<256>(1);
+            }
+            expect(order % 256 == 0, "turn of the first");
+            meetAt<128>(3);
+            atomicAdd(&order, 1);
+            arriveAt<256>(2);
+        }
+        else
+        {
+            meetAt<256>(2);
+            expect(order % 256 == 128, "turn of the second");
+            meetAt<128>(4);
+            atomicAdd(&order, 1);
+            if (tile + 1 < tiles)
+            {
+                arriveAt<256>(1);
+            }
+        }
+        sum += ring[stage][127 - i].x;
+        __syncwarp();
+        if (i % 32 == 0)
+        {
+            arrive(read);
+        }
+    }
+    if (group != 0)
+    {
+        to[threadIdx.x - kGROUP_THREADS] = sum;
+    }
+}
+
+void checkRing()
+{
+    constexpr int32_t kTILES = 7;
+    uint32_t* const from = device<uint32_t>(kTILES * 128 * 4);
+    uint32_t* const to = device<uint32_t>(256);
+    for (uint32_t i = 0; i < kTILES * 128 * 4; ++i)
+    {
+        from[i] = i;
+    }
+    expect(launch(ringKernel, 2, 384, 0, nullptr, from, to, kTILES) == cudaSuccess, "launch of the ring");
+    for (uint32_t i = 0; i < 256; ++i)
+    {
+        uint32_t sum = 0;
+        for (uint32_t tile = 0; tile < kTILES; ++tile)
+        {
+            sum += (tile * 128 + 127 - i % 128) * 4;
+        }
+        expect(to[i] == sum, "sum of tiles");
+    }
+}
+
 void checkNumbers()
 {
     float const inf = HUGE_VALF;
@@ -284,6 +509,12 @@ int run(std::string const& name)
         checkCollectives();
         checkBlocks();
         checkCopies();
+        checkProduct<__half, 128, true>();
+        checkProduct<__nv_bfloat16, 128, true>();
+        checkProduct<__half, 64, false>();
+        checkProduct<__nv_bfloat16, 96, false>();
+        checkProduct<__half, 128, false>();
+        checkRing();
         checkNumbers();
         return allRight ? 0 : 1;
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from trtllm_shadowkv.runtime.cuda_state import CudaState, PinnedSlab
 STRETCH = 8192
 CONTEXTS = (61_440, 124_928)
 LAYERS = 32
+SAMPLE = 4
+"""Layers that a stretch is measured over."""
 DENSE_FLOPS = 720e12
 """What cuBLAS reaches with the dense layers of a Llama-3.1-8B on an H200, a second."""
 PARAMETERS = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
@@ -78,8 +81,10 @@ class Prompt:
         self.stream = torch.cuda.Stream()
         stride = self.state.config.sealed_chunks(total + 1)
         layer_bytes = KV_HEADS * stride * CHUNK * HEAD_SIZE * self.memory.value_dtype.itemsize
-        self.slab = PinnedSlab(LAYERS * layer_bytes)
-        addresses = [self.slab.device_address + i * layer_bytes for i in range(LAYERS)]
+        self.slab = None if dense else PinnedSlab(LAYERS * layer_bytes)
+        addresses = None
+        if self.slab is not None:
+            addresses = [self.slab.device_address + i * layer_bytes for i in range(LAYERS)]
         self.value_bytes = KV_HEADS * self.state.config.sealed_chunks(context + 1) * (layer_bytes // KV_HEADS // stride)
         self.state.allocate(
             0,
@@ -87,7 +92,7 @@ class Prompt:
             total_tokens=total,
             top_k=TOP_K,
             dense=dense,
-            value_addresses=None if dense else addresses,
+            value_addresses=addresses,
             value_stride=0 if dense else stride,
             stream=self.stream.cuda_stream,
         )
@@ -98,46 +103,40 @@ class Prompt:
     def __exit__(self, *_: object) -> None:
         torch.cuda.synchronize()
         self.state.close()
-        self.slab.close()
+        if self.slab is not None:
+            self.slab.close()
         del self.memory
         torch.cuda.empty_cache()
 
-    def read(self) -> list[dict[str, Any]]:
-        """Reads the prompt in stretches, of one layer alone; microseconds of RoPE and append, and of attention."""
+    def begin(self, start: int, length: int) -> None:
+        """Begins a stretch, of noise."""
         width = (HEADS + 2 * KV_HEADS) * HEAD_SIZE
-        qkv = torch.randn(STRETCH, width, device="cuda", dtype=torch.bfloat16)
-        q = torch.empty(STRETCH, HEADS * HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty_like(q)
-        state, stream = self.state, self.stream.cuda_stream
-        rows = []
-        for start in range(0, self.context, STRETCH):
-            n = min(STRETCH, self.context - start)
-            positions = torch.arange(start, start + n, device="cuda", dtype=torch.int32)
-            torch.cuda.synchronize()
-            state.begin_pass("context", [0], start, n, start + n == self.context, stream=stream)
+        self.length = length
+        self.qkv = torch.randn(length, width, device="cuda", dtype=torch.bfloat16)
+        self.q = torch.empty(length, HEADS * HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
+        self.out = torch.empty_like(self.q)
+        self.positions = torch.arange(start, start + length, device="cuda", dtype=torch.int32)
+        torch.cuda.synchronize()
+        end = start + length
+        self.state.begin_pass("context", [0], start, length, end == self.context, stream=self.stream.cuda_stream)
 
-            def append(positions: torch.Tensor = positions, n: int = n) -> None:
-                state.landmark_topk(0, qkv.data_ptr(), positions.data_ptr(), n, q.data_ptr(), None, stream)
+    def append(self, layer: int = 0) -> None:
+        """RoPE and append, and the stretch's values on their way to the host."""
+        q, stream = self.q.data_ptr(), self.stream.cuda_stream
+        self.state.landmark_topk(layer, self.qkv.data_ptr(), self.positions.data_ptr(), self.length, q, None, stream)
 
-            def attend(n: int = n) -> None:
-                state.sparse_attention(0, q.data_ptr(), n, out.data_ptr(), stream)
+    def attend(self, layer: int = 0) -> None:
+        self.state.sparse_attention(layer, self.q.data_ptr(), self.length, self.out.data_ptr(), self.stream.cuda_stream)
 
-            def both(append: Any = append, attend: Any = attend) -> None:
-                append()
-                attend()
-
-            both()
-            times = [statistics.median(elapsed(self.stream, work) for _ in range(3)) for work in (append, attend, both)]
-            flops = 4 * HEADS * HEAD_SIZE * (n * start + n * (n + 1) / 2)
-            rows.append(
-                {"start": start, "length": n, "append": times[0], "attend": times[1], "both": times[2]}
-                | {"teraflops": flops / times[1] * 1e-6}
-            )
-        assert state.fault(stream) == 0
-        return rows
+    def layers(self) -> None:
+        """Both, of a few layers."""
+        for layer in range(SAMPLE):
+            self.append(layer)
+            self.attend(layer)
 
     def seal(self) -> tuple[float, dict[str, float]]:
         """Microseconds of sealing all layers, and of its kernels, a layer, by torch's profiler."""
+        assert self.state.fault(self.stream.cuda_stream) == 0
         total = 0.0
 
         def work() -> None:
@@ -151,33 +150,59 @@ class Prompt:
         return total, parts
 
 
+def median(stream: torch.cuda.Stream, work: Callable[[], None]) -> float:
+    """Microseconds of ``work``."""
+    return statistics.median(elapsed(stream, work) for _ in range(3))
+
+
+def read(dense: Prompt, storing: Prompt) -> list[dict[str, Any]]:
+    """Reads the same prompt in stretches, as a dense row and as one whose values leave; microseconds a layer.
+
+    ``read`` and ``read_and_store`` are RoPE, append and attention of a layer without and with the stretch's values on
+    their way to the host, by turns; ``store`` is the time that they take beside the attention.
+    """
+    rows = []
+    for start in range(0, dense.context, STRETCH):
+        n = min(STRETCH, dense.context - start)
+        for prompt in (dense, storing):
+            prompt.begin(start, n)
+            prompt.layers()
+        torch.cuda.synchronize()
+        flops = 4 * HEADS * HEAD_SIZE * (n * start + n * (n + 1) / 2)
+        attend = median(dense.stream, dense.attend)
+        row = {"start": start, "length": n, "append": median(dense.stream, dense.append), "attend": attend}
+        turns = [(elapsed(dense.stream, dense.layers), elapsed(storing.stream, storing.layers)) for _ in range(5)]
+        row["read"], row["read_and_store"] = (statistics.median(t) / SAMPLE for t in zip(*turns, strict=True))
+        events = kernel_events(storing.layers)
+        row["store"] = statistics.median(e.duration_ns() * 1e-3 for name, e in events if name.startswith("store"))
+        rows.append(row | {"teraflops": flops / attend * 1e-6})
+    return rows
+
+
 def measure(context: int, kind: str) -> list[dict[str, Any]]:
     """Attention of every stretch, the seal, and what they are of a whole prefill."""
-    with Prompt(context, kind, dense=True) as prompt:
-        dense = prompt.read()
-    with Prompt(context, kind, dense=False) as prompt:
-        storing = prompt.read()
-        total, parts = prompt.seal()
-        value_bytes = prompt.value_bytes
-    rows: list[dict[str, Any]] = []
+    with Prompt(context, kind, dense=True) as dense, Prompt(context, kind, dense=False) as storing:
+        stretches = read(dense, storing)
+        total, parts = storing.seal()
+        value_bytes = storing.value_bytes
     side = {"context": context, "values": kind, "landmarks": kind}
-    for plain, stored in zip(dense, storing, strict=True):
-        row = {"kernel": "attend_stretch", "start": plain["start"], "length": plain["length"], "values": kind}
-        row |= {
-            "microseconds": plain["attend"],
-            "teraflops": plain["teraflops"],
-            "append_microseconds": plain["append"],
-        }
-        rows.append(row | {"with_append": plain["both"], "with_append_and_store": stored["both"]})
-    attention = LAYERS * sum(row["both"] for row in dense) * 1e-3
+    rows: list[dict[str, Any]] = []
+    for found in stretches:
+        row = {"kernel": "attend_stretch", "start": found["start"], "length": found["length"], "values": kind}
+        row |= {"microseconds": found["attend"], "teraflops": found["teraflops"]}
+        rows.append(
+            row | {f"{name}_microseconds": found[name] for name in ("append", "read", "read_and_store", "store")}
+        )
     layers = 2 * PARAMETERS * context / DENSE_FLOPS * 1e3
-    hidden = LAYERS * sum(s["both"] - d["both"] for s, d in zip(storing, dense, strict=True)) * 1e-3
-    prefill = layers + attention
+    attention = LAYERS * sum(row["read"] for row in stretches) * 1e-3
+    storing_time = LAYERS * sum(row["read_and_store"] - row["read"] for row in stretches) * 1e-3
+    store = LAYERS * sum(row["store"] for row in stretches) * 1e-3
     rows.append({"kernel": "seal", "milliseconds": total * 1e-3, "microseconds_a_layer": parts} | side)
     rows.append(
         {"kernel": "prefill", "dense_layers_milliseconds": layers, "attention_milliseconds": attention}
-        | {"seal_milliseconds": total * 1e-3, "storing_milliseconds": hidden, "value_bytes": LAYERS * value_bytes}
-        | {"sealing_share": (total * 1e-3 + hidden) / prefill}
+        | {"seal_milliseconds": total * 1e-3, "storing_milliseconds": storing_time}
+        | {"store_milliseconds": store, "store_gigabytes_a_second": LAYERS * value_bytes / store * 1e-6}
+        | {"sealing_share": (total * 1e-3 + max(storing_time, 0.0)) / (layers + attention)}
         | side
     )
     return rows

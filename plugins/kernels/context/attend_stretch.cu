@@ -1,10 +1,7 @@
-// Blocks take 128 query rows of one KV head: as many tokens of the stretch as there is room for with all query heads of
-// the group, so that a key is read once for the group. Row = token * G + head of the group.
-//
-// Keys come in tiles from position 0 on, and a row's sums are brought up to date tile by tile, so what a row gets
-// depends on its position alone: keys past it weigh exactly 0.
+// Causal attention of a stretch for any device; for those of compute capability 9.0 see attend_stretch_hopper.cu.
 #include "kernels/context/stretch.h"
 
+#include "kernels/context/attend_stretch_hopper.h"
 #include "kernels/context/attend_stretch_tile.cuh"
 #include "kernels/launch.cuh"
 
@@ -14,39 +11,6 @@ namespace
 {
 
 constexpr int32_t kBLOCKS = 2; // a multiprocessor: up to 255 registers a thread
-
-// A block's tokens and head.
-struct Part
-{
-    int32_t head;  // KV head
-    int32_t first; // token, counted from the stretch's first
-    int32_t rows;  // query rows that there are
-    int32_t end;   // position after the last key
-};
-
-__device__ __forceinline__ Part partOf(View const& view, Stretch const& stretch)
-{
-    int32_t const tokens = kROWS / view.group;
-    int32_t const parts = static_cast<int32_t>(gridDim.x) / view.kvHeads;
-    // Those with the most keys first; heads side by side, so that no block is far ahead of others with the same keys.
-    int32_t const number = parts - 1 - static_cast<int32_t>(blockIdx.x) / view.kvHeads;
-    Part part;
-    part.head = static_cast<int32_t>(blockIdx.x) % view.kvHeads;
-    part.first = number * tokens;
-    int32_t const taken = min(tokens, stretch.length - part.first);
-    part.rows = taken * view.group;
-    part.end = stretch.start + part.first + taken;
-    return part;
-}
-
-// Elements from the first to a row of the part, in q and out.
-template <int32_t D>
-__device__ __forceinline__ size_t rowAt(View const& view, Part const& part, int32_t row)
-{
-    int32_t const token = row / view.group;
-    int32_t const head = part.head * view.group + row - token * view.group;
-    return (size_t{static_cast<uint32_t>(part.first + token)} * view.heads + head) * D;
-}
 
 // Rows past the part's are zero.
 template <typename T, int32_t D>
@@ -238,6 +202,10 @@ cudaError_t attendStretch(
     {
         return cudaErrorInvalidValue;
     }
+    if (view.isHopper)
+    {
+        return attendStretchHopper(view, layer, stretch, q, out, stream);
+    }
     return dispatchShape(view,
         [&](auto tag, auto size) -> cudaError_t
         {
@@ -250,11 +218,8 @@ cudaError_t attendStretch(
             {
                 return error;
             }
-            int32_t const tokens = kROWS / view.group;
-            int32_t const parts = (stretch.length + tokens - 1) / tokens;
-            uint32_t const blocks = static_cast<uint32_t>(parts) * static_cast<uint32_t>(view.kvHeads);
-            return launch(kernel, blocks, kTHREADS, kBYTES, stream, view, layer, stretch, static_cast<T const*>(q),
-                static_cast<T*>(out));
+            return launch(kernel, partBlocks(view, stretch), kTHREADS, kBYTES, stream, view, layer, stretch,
+                static_cast<T const*>(q), static_cast<T*>(out));
         });
 }
 

@@ -6,6 +6,7 @@
 // rows g and g + 8, and of each 8 keys, or dimensions, 2 t and 2 t + 1.
 #pragma once
 
+#include "kernels/context/attend_stretch_part.cuh"
 #include "kernels/decode/device.cuh"
 
 namespace trtllm_shadowkv::kernels
@@ -16,9 +17,9 @@ namespace
 constexpr int32_t kBLOCK_WARPS = 4;
 constexpr int32_t kTHREADS = kBLOCK_WARPS * 32;
 constexpr int32_t kWARP_ROWS = 32;
-constexpr int32_t kROWS = kBLOCK_WARPS * kWARP_ROWS; // query rows: tokens times the heads of a group
-constexpr int32_t kKEYS = 64;                        // of a tile; tiles begin at multiples of it
+constexpr int32_t kKEYS = 64; // of a tile; tiles begin at multiples of it
 constexpr int32_t kTILE_UNITS = kKEYS / kUNIT;
+static_assert(kBLOCK_WARPS * kWARP_ROWS == kROWS, "every row has a warp");
 static_assert(kLIVE_PAGE_TOKENS % kKEYS == 0, "a tile is in one page");
 
 template <int32_t D>
@@ -198,8 +199,8 @@ __device__ __forceinline__ void weigh(Scores& s, RowSums<D>& sums, float scale)
             m = fmaxf(m, __shfl_xor_sync(kFULL_WARP, m, 1));
             m = fmaxf(m, __shfl_xor_sync(kFULL_WARP, m, 2));
             m = fmaxf(m, sums.m[i][r]);
-            float const base = m == -INFINITY ? 0.0F : m * scale; // -inf - -inf would be NaN
-            factor[i][r] = powerOfTwo(sums.m[i][r] * scale - base);
+            float const base = m == -INFINITY ? 0.0F : m * scale;             // -inf - -inf would be NaN
+            factor[i][r] = powerOfTwo(__fmul_rn(sums.m[i][r], scale) - base); // fused, 0 would be what rounding left
             sums.m[i][r] = m;
             float l = 0.0F;
 #pragma unroll

@@ -36,9 +36,8 @@ cudaError_t attendStretch(
 
 // Values of chunks [begin, end) from the live pages into the row's value region (View::valueRegion; `valueStride` chunks
 // from a KV head to the next), e4m3 with their scales into View::valueScales.
-//   blocks  that fill the link: 8
 cudaError_t storeValues(View const& view, int32_t layer, int32_t slot, int32_t valueStride, int32_t begin, int32_t end,
-    int32_t blocks, cudaStream_t stream);
+    cudaStream_t stream);
 
 // A row being sealed: its first `chunks` chunks, in layers [layerBegin, layerEnd).
 struct Seal

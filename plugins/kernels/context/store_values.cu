@@ -7,9 +7,13 @@ namespace trtllm_shadowkv::kernels
 namespace
 {
 
-// As for fetchValues(): few blocks, each with a multiprocessor for itself.
-constexpr int32_t kTHREADS = 1024;
-constexpr int32_t kWARPS = kTHREADS / 32;
+// As many warps as a PCIe gen5 link takes values from beside attention, and hardly more: stores that wait for the link hold
+// up the loads of other kernels (16 blocks of 512 threads cost attention half of the time that they ran). Each block has a
+// multiprocessor for itself, which alone brings 37 GB/s to the link.
+constexpr int32_t kTHREADS = 384;
+constexpr int32_t kBLOCKS = 2;
+constexpr int32_t kE4M3_THREADS = 512; // whose warps wait longer for what they store
+constexpr int32_t kE4M3_BLOCKS = 9;
 constexpr int32_t kLOADS = 8; // 16-byte loads a lane keeps in flight
 constexpr uint32_t kTILE = 32 * kLOADS;
 constexpr uint32_t kPIECE = 16;    // bytes
@@ -33,11 +37,11 @@ __device__ __forceinline__ uint64_t regionOf(View const& view, Target const& tar
 // The values of a head are one sequence of pieces on both sides, but for the pages. Neighbouring warps of the grid take
 // neighbouring tiles.
 template <int32_t D>
-__global__ void __launch_bounds__(kTHREADS, 1) storeKernel(__grid_constant__ View const view, Target const target)
+__global__ void __launch_bounds__(kTHREADS) storeKernel(__grid_constant__ View const view, Target const target)
 {
     constexpr uint32_t kPAGE_PIECES = kLIVE_PAGE_TOKENS * D / 8;
     uint32_t const lane = threadIdx.x % 32;
-    uint32_t const warps = gridDim.x * kWARPS;
+    uint32_t const warps = gridDim.x * (blockDim.x / 32);
     int32_t const ring = view.rows[target.slot].ring;
     uint64_t const region = regionOf(view, target);
     uint32_t const chunkPieces = static_cast<uint32_t>(view.chunkSize * D / 8);
@@ -45,7 +49,7 @@ __global__ void __launch_bounds__(kTHREADS, 1) storeKernel(__grid_constant__ Vie
     uint32_t const end = static_cast<uint32_t>(target.end) * chunkPieces;
     uint32_t const headTiles = (end - begin + kTILE - 1) / kTILE;
     uint32_t const tiles = headTiles * static_cast<uint32_t>(view.kvHeads);
-    for (uint32_t tile = blockIdx.x * kWARPS + threadIdx.x / 32; tile < tiles; tile += warps)
+    for (uint32_t tile = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; tile < tiles; tile += warps)
     {
         uint32_t const head = tile / headTiles;
         uint32_t const first = begin + (tile - head * headTiles) * kTILE + lane;
@@ -83,18 +87,18 @@ __global__ void __launch_bounds__(kTHREADS, 1) storeKernel(__grid_constant__ Vie
 // A warp takes a chunk of a head, and neighbouring warps of the grid neighbouring chunks. A lane takes pairs of pieces,
 // which make one of e4m3.
 template <typename T, int32_t D>
-__global__ void __launch_bounds__(kTHREADS, 1) storeE4m3Kernel(__grid_constant__ View const view, Target const target)
+__global__ void __launch_bounds__(kE4M3_THREADS) storeE4m3Kernel(__grid_constant__ View const view, Target const target)
 {
     constexpr int32_t kPAIRS = (kMAX_CHUNK * D / 16 + 31) / 32; // of a lane
     int32_t const lane = static_cast<int32_t>(threadIdx.x % 32);
-    int32_t const warps = static_cast<int32_t>(gridDim.x) * kWARPS;
+    int32_t const warps = static_cast<int32_t>(gridDim.x * (blockDim.x / 32));
     int32_t const ring = view.rows[target.slot].ring;
     int32_t const pairs = view.chunkSize * D / 16; // of the chunk
     uint64_t const region = regionOf(view, target);
     int32_t const headChunks = target.end - target.begin;
     int32_t const items = headChunks * view.kvHeads;
-    for (int32_t item = static_cast<int32_t>(blockIdx.x) * kWARPS + static_cast<int32_t>(threadIdx.x / 32);
-        item < items; item += warps)
+    for (int32_t item = static_cast<int32_t>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32); item < items;
+        item += warps)
     {
         int32_t const head = item / headChunks;
         int32_t const chunk = target.begin + (item - head * headChunks);
@@ -141,11 +145,11 @@ __global__ void __launch_bounds__(kTHREADS, 1) storeE4m3Kernel(__grid_constant__
 
 } // namespace
 
-cudaError_t storeValues(View const& view, int32_t layer, int32_t slot, int32_t valueStride, int32_t begin, int32_t end,
-    int32_t blocks, cudaStream_t stream)
+cudaError_t storeValues(
+    View const& view, int32_t layer, int32_t slot, int32_t valueStride, int32_t begin, int32_t end, cudaStream_t stream)
 {
     if (layer < 0 || layer >= view.layers || slot < 0 || slot >= view.slots || begin < 0 || end < begin
-        || end > valueStride || end > kMAX_TOKENS >> view.chunkShift || blocks < 1)
+        || end > valueStride || end > kMAX_TOKENS >> view.chunkShift)
     {
         return cudaErrorInvalidValue;
     }
@@ -153,15 +157,28 @@ cudaError_t storeValues(View const& view, int32_t layer, int32_t slot, int32_t v
     {
         return cudaSuccess;
     }
-    Target const target{layer, slot, valueStride, begin, end};
-    dim3 const grid(static_cast<uint32_t>(blocks));
+    bool const isE4m3 = view.valueFormat == Format::kE4M3;
+    // Half of a multiprocessor's, of which every block takes a little more: no two blocks share one.
+    int32_t sharedBytes = 0;
+    cudaError_t error = attributeOfDevice(cudaDevAttrMaxSharedMemoryPerMultiprocessor, sharedBytes);
+    sharedBytes /= 2;
+    if (error != cudaSuccess)
+    {
+        return error;
+    }
     return dispatchShape(view,
         [&](auto tag, auto size) -> cudaError_t
         {
             constexpr int32_t kSIZE = decltype(size)::value;
-            auto const kernel
-                = view.valueFormat == Format::kE4M3 ? storeE4m3Kernel<decltype(tag), kSIZE> : storeKernel<kSIZE>;
-            return launch(kernel, grid, kTHREADS, 0, stream, view, target);
+            auto const kernel = isE4m3 ? storeE4m3Kernel<decltype(tag), kSIZE> : storeKernel<kSIZE>;
+            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sharedBytes);
+            if (error != cudaSuccess)
+            {
+                return error;
+            }
+            dim3 const grid(static_cast<uint32_t>(isE4m3 ? kE4M3_BLOCKS : kBLOCKS));
+            return launch(kernel, grid, isE4m3 ? kE4M3_THREADS : kTHREADS, sharedBytes, stream, view,
+                Target{layer, slot, valueStride, begin, end});
         });
 }
 

@@ -152,13 +152,17 @@ __device__ __forceinline__ float warpSum(float v)
 
 // --- launch -----------------------------------------------------------------------------------------------------------
 
-// Bytes of shared memory that a block may have on the current device.
-inline cudaError_t sharedMemoryLimit(int32_t& limit)
+inline cudaError_t attributeOfDevice(cudaDeviceAttr attribute, int32_t& value) // of the current one
 {
     int32_t device = 0;
     cudaError_t const error = cudaGetDevice(&device);
-    return error != cudaSuccess ? error
-                                : cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return error != cudaSuccess ? error : cudaDeviceGetAttribute(&value, attribute, device);
+}
+
+// Bytes of shared memory that a block may have.
+inline cudaError_t sharedMemoryLimit(int32_t& limit)
+{
+    return attributeOfDevice(cudaDevAttrMaxSharedMemoryPerBlockOptin, limit);
 }
 
 // --- dispatch -----------------------------------------------------------------------------------------------------------

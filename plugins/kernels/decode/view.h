@@ -129,6 +129,7 @@ struct View
     int32_t sealedTableStride; // and of sealed pages
     int32_t multiprocessors;
     bool startsEarly; // the device can start a kernel before the one before has ended
+    bool isHopper;    // it is of compute capability 9.0, and the library has code for 9.0a
     float scale;      // of scores: 1 / sqrt(D)
 
     // Rows

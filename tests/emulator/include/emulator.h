@@ -37,6 +37,12 @@ cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribu
 }
 
 template <typename... P>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*kernel)(P...))
+{
+    return cudaFuncGetAttributes(attributes, reinterpret_cast<void const*>(kernel));
+}
+
+template <typename... P>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(
     int* blocks, void (*kernel)(P...), int threads, size_t sharedBytes)
 {

@@ -17,6 +17,11 @@ SELECTION = {
     "steps and prompts": ({}, f"{GPU}/test_reduced.py", "steps or prompt"),
     "both in another order": (SHUFFLED, f"{GPU}/test_reduced.py", "9"),
     "prompts": ({}, f"{GPU}/test_context.py", "stretches and 129 and (smollm2 or 96) or equal or outgrows"),
+    "prompts on a device before Hopper": (
+        {"TSK_EMULATED_CAPABILITY": "80"},
+        f"{GPU}/test_context.py",
+        "stretches and 129 and (smollm2 or 96) or bits and chunk",
+    ),
     "prompts in another order": (SHUFFLED, f"{GPU}/test_context.py", "stretches and 129 and chunk or tiny or finite"),
 }
 

@@ -93,6 +93,45 @@ void copyAsync(uint32_t to, void const* from, uint32_t bytes, int32_t count);
 void commitCopies();
 void waitForCopies(uint32_t pending);
 
+// --- barriers of a part of the block (barriers.cpp) -----------------------------------------------------------------------
+
+void initBarrier(uint32_t barrier, int32_t arrivals, int line);
+void arrive(uint32_t barrier, int line);
+
+// The arrival happens when nobody can go on without it (or, TSK_EMULATED_COPIES=early, at once), with the copies before it.
+void arriveWithCopies(uint32_t barrier, int line);
+void await(uint32_t barrier, uint32_t parity, int line);
+
+// `count` threads at named barrier `id`; who does not wait goes on.
+void partBarrier(int32_t id, uint32_t count, bool waits, int line);
+
+// --- products of four warps (products.cpp) --------------------------------------------------------------------------------
+
+// What a lane gives to a product. Matrices in shared memory are named as hopper.cuh does.
+struct Factors
+{
+    float* sums; // where the lane's are added to
+    uint64_t a;
+    uint64_t b;
+    uint32_t registers[4]; // A, where hasRegisters
+    uint32_t rows;         // of B
+    bool hasRegisters;
+    bool isHalf; // float16, else bfloat16
+    bool adds;
+};
+
+void combineProduct(Lanes const& in, Lanes& out);
+
+void fenceForProducts();
+void beginProducts(int line);
+
+// Reads its matrices at once. In `sums` is no number until waitForProducts(), which waits until nobody else can go on (or,
+// TSK_EMULATED_COPIES=early, the result at once); until then neither they nor the matrices may be written.
+void startProduct(float* sums, Factors factors, int line);
+void commitProducts(int line);
+void waitForProducts(uint32_t pending, int line);
+void meetOnly(char const* name, int line); // the lanes of the warp
+
 // --- launch ---------------------------------------------------------------------------------------------------------------
 
 struct Launch
