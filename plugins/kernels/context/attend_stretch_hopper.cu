@@ -27,9 +27,11 @@ constexpr int32_t kCOPYING_REGISTERS = 24;
 constexpr int32_t kMULTIPLYING_REGISTERS = 240;
 static_assert(kGROUP_ROWS == 64 && kKEYS == 128, "the shape of startProduct()");
 
+// What only templates name that code for other devices does without is [[maybe_unused]].
+
 // Named barriers.
-constexpr int32_t kTURN = 1;      // and 2: a warpgroup's turn to start products
-constexpr int32_t kROWS_MEET = 3; // and 4: a warpgroup's threads
+[[maybe_unused]] constexpr int32_t kTURN = 1;      // and 2: a warpgroup's turn to start products
+[[maybe_unused]] constexpr int32_t kROWS_MEET = 3; // and 4: a warpgroup's threads
 
 // In bytes of shared memory, from a multiple of 1,024 on.
 template <int32_t D>
@@ -46,7 +48,7 @@ struct HopperShared
 };
 
 // Bytes from row 0 to a piece of 16 bytes of a row of queries or keys.
-__device__ __forceinline__ int32_t turnedAt(int32_t row, int32_t piece)
+[[maybe_unused]] __device__ __forceinline__ int32_t turnedAt(int32_t row, int32_t piece)
 {
     return piece / 8 * HopperShared<64>::kHALF + row * 128 + (piece % 8 ^ row % 8) * 16;
 }
@@ -86,7 +88,7 @@ struct Barriers
 };
 
 // The phase of a stage's barriers that tile `tile` is in: of those that say that it is there.
-__device__ __forceinline__ uint32_t phaseOf(int32_t tile)
+[[maybe_unused]] __device__ __forceinline__ uint32_t phaseOf(int32_t tile)
 {
     return static_cast<uint32_t>(tile / kSTAGES % 2);
 }
@@ -228,7 +230,7 @@ __device__ __forceinline__ void startValues(RowSums<D>& sums, uint32_t const (&p
 
 // Scores of keys past a row's own position become -inf. `last`: the last key of the tile that a row attends to, minus the
 // lane's first.
-__device__ __forceinline__ void maskScores(Scores& s, int32_t const (&last)[2])
+[[maybe_unused]] __device__ __forceinline__ void maskScores(Scores& s, int32_t const (&last)[2])
 {
 #pragma unroll
     for (int32_t i = 0; i < kKEYS / 2; ++i)

@@ -10,6 +10,9 @@ import torch
 
 from tests.plugins.gpu.device import DEVICE, EMULATED, synchronize
 
+if torch.cuda.is_available():
+    torch.set_num_threads(1)  # of the little that the oracle does on the CPU, in each of many workers
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     missing = None
