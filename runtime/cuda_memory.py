@@ -54,7 +54,7 @@ def plain_values(units: Tensor) -> Tensor:
 def quantise(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """``x`` as e4m3, and its float32 scale: amax/448 over ``dims`` (kept, of size 1), 1 where that is 0."""
     amax = x.float().abs().amax(dims, keepdim=True)
-    scale = amax / torch.full_like(amax, E4M3_MAX)  # a number would be divided by as a product with its inverse on a GPU
+    scale = amax / torch.full_like(amax, E4M3_MAX)  # by a number a GPU does not divide: it multiplies by the inverse
     scale = torch.where(scale == 0, 1.0, scale)
     return (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
