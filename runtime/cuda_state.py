@@ -246,6 +246,21 @@ class CudaState(NativeHandle):
         """
         self._call("tsk_state_seal_prompt", slot, stream)
 
+    # --- engines ------------------------------------------------------------------------------------------------------
+
+    def bind(self, stream: int) -> None:
+        """From now on plugins of an engine that runs on ``stream`` work on this state, until it is unbound or closed.
+
+        Raises:
+            ConfigError: one of CUDA's default streams.
+            StateError: this state has a stream, or the stream another state.
+        """
+        self._call("tsk_state_bind", stream)
+
+    def unbind(self) -> None:
+        """Nothing to do where it is not bound; waits for plugins that are being enqueued."""
+        self._call("tsk_state_unbind")
+
     # --- a pass -------------------------------------------------------------------------------------------------------
 
     def begin_pass(

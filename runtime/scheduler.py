@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from trtllm_shadowkv.errors import CapacityError
+from trtllm_shadowkv.errors import CapacityError, NoRoomError
 from trtllm_shadowkv.runtime.sequence import Answer, as_generation_error
-from trtllm_shadowkv.runtime.state import Footprint, State
+from trtllm_shadowkv.runtime.state import Footprint, Rows
 
 _KNEE = 16_384  # tokens of prefix from which stretches get shorter
 _SMALLEST_SHARE = 8
@@ -37,10 +37,15 @@ def stretches(prompt_tokens: int, longest: int) -> list[tuple[int, int]]:
     return schedule
 
 
+Reserve = Callable[[int, int, bool], Footprint]
+"""Bytes a sequence of (prompt_tokens, total_tokens, dense) can come to need."""
+
+
 class Executor(Protocol):
     """What the scheduler asks of an executor."""
 
-    state: State
+    @property
+    def state(self) -> Rows: ...
 
     def context(
         self, slot: int, tokens: Sequence[int], start: int, is_last: bool, wanted: Sequence[int]
@@ -48,32 +53,48 @@ class Executor(Protocol):
 
     def generation(self, slots: Sequence[int], tokens: Sequence[int]) -> NDArray[Any]: ...
 
+    def close(self) -> None:
+        """Give its memory back; no pass may be running."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Memory that parts of footprints share.
+
+    Args:
+        name: of the setting that makes it larger, without ``_memory``.
+        parts: attributes of :class:`Footprint`.
+        capacity: bytes.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    capacity: int
+
+    def taken(self, footprint: Footprint) -> int:
+        """Bytes that a footprint takes of it."""
+        return sum(getattr(footprint, part) for part in self.parts)
+
 
 @dataclass(frozen=True)
 class Limits:
-    """Args: max_batch_size: rows; max_stretch: tokens a stretch; device_memory, host_memory: bytes."""
+    """Args: max_batch_size: rows; max_stretch: tokens a stretch; pools: all the memory there is for sequences."""
 
     max_batch_size: int
     max_stretch: int
-    device_memory: int
-    host_memory: int
+    pools: tuple[Pool, ...]
 
 
 class Scheduler:
-    """Owned by one thread; see :mod:`trtllm_shadowkv.runtime.worker`.
+    """Owned by one thread; see :mod:`trtllm_shadowkv.runtime.worker`."""
 
-    Args:
-        reserve: bytes a sequence of (prompt_tokens, total_tokens, dense) can come to need.
-    """
-
-    def __init__(self, executor: Executor, limits: Limits, reserve: Callable[[int, int, bool], Footprint]) -> None:
+    def __init__(self, executor: Executor, limits: Limits, reserve: Reserve) -> None:
         self.executor, self.limits, self._reserve = executor, limits, reserve
         self.waiting: deque[Answer] = deque()
         self.active: list[Answer] = []
-        self.device_used = 0
-        self.host_used = 0
+        self.used = Footprint()
         self._free_slots = list(range(limits.max_batch_size))[::-1]
-        self._held: dict[int, Footprint] = {}  # by slot; ``live`` is 0 once it was sealed
+        self._held: dict[int, Footprint] = {}  # by slot
 
     def footprint(self, answer: Answer) -> Footprint:
         return self._reserve(len(answer.prompt_ids), answer.total_tokens, answer.dense)
@@ -85,16 +106,13 @@ class Scheduler:
             CapacityError: it needs more memory than there is when nothing else runs.
         """
         need = self.footprint(answer)
-        for name, bytes_, have in (
-            ("device", need.live + need.sealed, self.limits.device_memory),
-            ("host", need.host, self.limits.host_memory),
-        ):
-            if bytes_ > have:
+        for pool in self.limits.pools:
+            if pool.taken(need) > pool.capacity:
                 raise CapacityError(
-                    f"{len(answer.prompt_ids)} prompt and {answer.max_tokens} new tokens need {bytes_:,} bytes of "
-                    f"{name} memory",
-                    f"at most {have:,}",
-                    f"raise {name}_memory, or shorten the request",
+                    f"{len(answer.prompt_ids)} prompt and {answer.max_tokens} new tokens need {pool.taken(need):,} "
+                    f"bytes of {pool.name} memory",
+                    f"at most {pool.capacity:,}",
+                    f"raise {pool.name}_memory, or shorten the request",
                 )
 
     @property
@@ -135,8 +153,7 @@ class Scheduler:
         while self.waiting and self._free_slots:
             answer = self.waiting[0]
             need = self.footprint(answer)
-            device, host = need.live + need.sealed, need.host
-            if self.device_used + device > self.limits.device_memory or self.host_used + host > self.limits.host_memory:
+            if any(pool.taken(self.used + need) > pool.capacity for pool in self.limits.pools):
                 return
             self.waiting.popleft()
             slot = self._free_slots.pop()
@@ -150,12 +167,14 @@ class Scheduler:
                 )
             except Exception as e:
                 self._free_slots.append(slot)
+                if isinstance(e, NoRoomError) and self.active:  # room in pieces: it comes together as others end
+                    self.waiting.appendleft(answer)
+                    return
                 answer.finish("error", error=as_generation_error(e))
                 continue
             answer.slot, answer.times.admitted = slot, time.perf_counter()
             self._held[slot] = need
-            self.device_used += device
-            self.host_used += host
+            self.used += need
             self.active.append(answer)
 
     def _context(self, answer: Answer) -> None:
@@ -197,9 +216,9 @@ class Scheduler:
         try:
             if self.executor.state.must_seal(slot):
                 self.executor.state.seal_prompt(slot)
-                need = self._held[slot]
-                self.device_used -= need.live
-                self._held[slot] = Footprint(0, need.sealed, need.host)
+                sealed = self._held[slot].once_sealed()
+                self.used += sealed - self._held[slot]
+                self._held[slot] = sealed
         except Exception as e:
             self._end(answer, e)
             return False
@@ -225,9 +244,8 @@ class Scheduler:
             return
         answer.statistics = self.executor.state.statistics(slot)
         self.executor.state.release(slot)
-        need = answer.held = self._held.pop(slot)
-        self.device_used -= need.live + need.sealed
-        self.host_used -= need.host
+        answer.held = self._held.pop(slot)
+        self.used -= answer.held
         self._free_slots.append(slot)
         self.active.remove(answer)
         answer.slot = None

@@ -69,7 +69,7 @@ class Answer:
     stop_reason: str | int | None = None
     error: GenerationError | None = None
     statistics: RowStatistics = field(default_factory=RowStatistics)
-    held: Footprint = field(default_factory=lambda: Footprint(0, 0, 0))
+    held: Footprint = field(default_factory=Footprint)
     times: SequenceTimes = field(default_factory=SequenceTimes)
     cancelled: bool = False
 

@@ -11,7 +11,7 @@ Rows are addressed by slot. The calls of one step come in this order::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -64,11 +64,22 @@ class Footprint:
         live: keys and values of all its tokens before it is sealed (or for good, where it never is).
         sealed: its sealed state; 0 where it is never sealed. Both exist at once while it is being sealed.
         host: its values in the value pool.
+        kept: what stays of ``live`` when it is sealed.
     """
 
-    live: int
-    sealed: int
-    host: int
+    live: int = 0
+    sealed: int = 0
+    host: int = 0
+    kept: int = 0
+
+    def once_sealed(self) -> Footprint:
+        return replace(self, live=self.kept)
+
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(self.live + other.live, self.sealed + other.sealed, self.host + other.host)
+
+    def __sub__(self, other: Footprint) -> Footprint:
+        return Footprint(self.live - other.live, self.sealed - other.sealed, self.host - other.host)
 
 
 class PassRow(Protocol):
@@ -108,8 +119,8 @@ def check_pass(
         raise StateError("a generation pass over a row whose prompt is not done or that must be sealed first")
 
 
-class State(Protocol):
-    """The calls of design section 3; ``reference.state.ReferenceState`` is their oracle."""
+class Rows(Protocol):
+    """What a scheduler needs of a state."""
 
     model: ModelConfig
     config: ShadowKVConfig
@@ -137,6 +148,10 @@ class State(Protocol):
         """Seal every chunk that is outside the window at the row's next token, and release its live pages."""
 
     def statistics(self, slot: int) -> RowStatistics: ...
+
+
+class State(Rows, Protocol):
+    """With what the ops of a graph call; ``reference.state.ReferenceState`` is its oracle."""
 
     def begin_pass(self, kind: PassKind, slots: Sequence[int], start: int, length: int, is_last: bool) -> None:
         """Announce a pass.

@@ -16,6 +16,7 @@ from trtllm_shadowkv import LLM, RequestOutput, SamplingParams
 from trtllm_shadowkv.build.builder import build_engine
 from trtllm_shadowkv.config import BuildConfig, ShadowKVConfig
 from trtllm_shadowkv.request import RequestHandle
+from trtllm_shadowkv.runtime.state import Footprint
 
 NAN_TOKEN = 250
 """A token whose embedding is NaN: prompts that hold it fail, and no others."""
@@ -39,7 +40,7 @@ def assert_drained(llm: LLM) -> None:
     while scheduler.busy and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not scheduler.busy
-    assert (scheduler.device_used, scheduler.host_used, llm.value_pool.used) == (0, 0, 0)
+    assert (scheduler.used, llm.value_pool.used) == (Footprint(), 0)
     assert sorted(scheduler._free_slots) == list(range(llm.engine.build.max_batch_size))
     assert scheduler.executor.state.rows == {}  # type: ignore[attr-defined]
 

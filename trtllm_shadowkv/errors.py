@@ -47,6 +47,10 @@ class StateError(ShadowKVError, RuntimeError):
     """The calls on a state came in an order, or with values, that the contract forbids."""
 
 
+class NoRoomError(StateError):
+    """What is asked for does not fit at present; it may once something else has ended. Nothing was taken."""
+
+
 class GenerationError(ShadowKVError, RuntimeError):
     """A request failed while it ran (its neighbours go on).
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import trtllm_shadowkv
-from trtllm_shadowkv.errors import ConfigError, MissingDependencyError, ShadowKVError, StateError
+from trtllm_shadowkv.errors import ConfigError, MissingDependencyError, NoRoomError, ShadowKVError, StateError
 
 ENVIRONMENT = "TRTLLM_SHADOWKV_LIBRARY"
 """Environment variable that names the library's file; where it is set, nothing else is looked at."""
@@ -209,7 +209,8 @@ class Library:
         """Raise this thread's last error, unless ``status``, which its last call returned, is TSK_OK.
 
         Raises:
-            StateError: the call does not fit what was called before, or a state's capacity is used up.
+            StateError: the call does not fit what was called before.
+            NoRoomError: a state's capacity is used up.
             MissingDependencyError, ConfigError, ShadowKVError: see the class.
         """
         if status == _OK:
@@ -219,7 +220,7 @@ class Library:
         if status in (_NO_DRIVER, _NO_DEVICE):
             raise MissingDependencyError(text)
         if status in (_WRONG_STATE, _OUT_OF_CAPACITY):
-            raise StateError(text)
+            raise (StateError if status == _WRONG_STATE else NoRoomError)(text)
         raise ConfigError(text) if status == _INVALID_ARGUMENT else ShadowKVError(text)
 
 

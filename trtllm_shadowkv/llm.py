@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, overload
 from trtllm_shadowkv.config import RuntimeConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory
 from trtllm_shadowkv.errors import GenerationError, RequestError, require
-from trtllm_shadowkv.llm_settings import check_executor, memory_budgets, merged_settings
+from trtllm_shadowkv.llm_settings import merged_settings
 from trtllm_shadowkv.request import AttentionParams, RequestHandle, RequestOutput, StreamDelta
 from trtllm_shadowkv.request_inputs import (
     Array,
@@ -27,8 +27,6 @@ from trtllm_shadowkv.request_inputs import (
 )
 from trtllm_shadowkv.sampling_params import SamplingParams
 from trtllm_shadowkv.tokenizer import Message, Tokenizer
-
-_CPU_STRETCH = 1024
 
 
 class LLM:
@@ -57,28 +55,21 @@ class LLM:
         runtime: RuntimeConfig | None = None,
         **settings: Any,
     ) -> None:
-        for module in ("numpy", "torch", "onnx", "onnxruntime", "onnxruntime_extensions"):
+        for module in ("numpy", "torch"):
             require(module, "cpu")
-        from trtllm_shadowkv.runtime.executors.cpu_state import CpuState
-        from trtllm_shadowkv.runtime.executors.onnx_cpu import OnnxCpuExecutor
-        from trtllm_shadowkv.runtime.scheduler import Limits, Scheduler
-        from trtllm_shadowkv.runtime.value_pool import ValuePool
+        from trtllm_shadowkv.runtime.executors.opening import chosen, open_executor
+        from trtllm_shadowkv.runtime.scheduler import Scheduler
         from trtllm_shadowkv.runtime.worker import Worker
 
         self.engine = EngineDirectory.open(engine_dir)
         self.runtime, self.config = merged_settings(
             self.engine, RuntimeConfig() if runtime is None else runtime, settings
         )
-        check_executor(executor, self.engine)
+        chosen(executor, self.engine)
         self.tokenizer = Tokenizer.of(self.engine, tokenizer)
-        device, host = memory_budgets(self.runtime)
-        self.value_pool = ValuePool(host)
-        state = CpuState(self.engine.model, self.config, self.value_pool)
-        runner = OnnxCpuExecutor(self.engine, state, self.runtime.threads)
-        longest = self.engine.build.max_num_tokens
-        stretch = self.runtime.max_stretch or min(longest, _CPU_STRETCH)
-        limits = Limits(self.engine.build.max_batch_size, stretch, device, host)
-        self._scheduler = Scheduler(runner, limits, state.footprint)
+        opened = open_executor(self.engine, self.runtime, self.config, executor)
+        self.value_pool = opened.values
+        self._scheduler = Scheduler(opened.executor, opened.limits, opened.reserve)
         self._worker = Worker(self._scheduler, self.runtime.max_queue)
         weakref.finalize(self, self._worker.stop, wait=False).atexit = False
         self._ids = itertools.count()
@@ -253,8 +244,12 @@ class LLM:
     # --- life -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the worker; unfinished requests end as cancelled. Harmless when repeated."""
+        """End the worker and give the executor's memory back; unfinished requests end as cancelled.
+
+        Harmless when repeated.
+        """
         self._worker.stop()
+        self._scheduler.executor.close()
 
     def __enter__(self) -> Self:
         return self

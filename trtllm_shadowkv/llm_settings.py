@@ -7,7 +7,7 @@ from typing import Any
 
 from trtllm_shadowkv.config import RuntimeConfig, ShadowKVConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory
-from trtllm_shadowkv.errors import ConfigError, EngineError, MissingDependencyError, nearest
+from trtllm_shadowkv.errors import ConfigError, EngineError, nearest
 from trtllm_shadowkv.machine import memory
 
 
@@ -31,21 +31,6 @@ def merged_settings(
     if runtime.max_stretch is not None and runtime.max_stretch > longest:
         raise ConfigError(f"max_stretch is {runtime.max_stretch}", f"at most the engine's max_num_tokens, {longest}")
     return runtime, engine.build.shadowkv.overridden({**runtime.shadowkv, **overrides})
-
-
-def check_executor(executor: str | None, engine: EngineDirectory) -> None:
-    """No quiet fallback: an engine that cannot be used is an error, not a reason to take the CPU.
-
-    Raises:
-        ConfigError: an unknown executor.
-        MissingDependencyError: one that is not there.
-    """
-    if executor not in (None, "onnx_cpu", "tensorrt"):
-        raise ConfigError(f"executor is {executor!r}", "'onnx_cpu' or 'tensorrt'")
-    if executor == "tensorrt" or (executor is None and engine.has_engine):
-        raise MissingDependencyError(
-            "this version has no TensorRT executor", todo="use LLM(…, executor='onnx_cpu') to run the ONNX graph"
-        )
 
 
 def memory_budgets(runtime: RuntimeConfig) -> tuple[int, int]:

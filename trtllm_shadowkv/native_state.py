@@ -129,6 +129,8 @@ _FUNCTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
     "tsk_pinned_destroy": _numbers(_ADDRESS, "pinned"),
     "tsk_state_create": _numbers(_ADDRESS, "config state"),
     "tsk_state_destroy": _numbers(_ADDRESS, "state"),
+    "tsk_state_bind": _numbers(_ADDRESS, "state stream"),
+    "tsk_state_unbind": _numbers(_ADDRESS, "state"),
     "tsk_state_describe": _numbers(_ADDRESS, "state buffers"),
     "tsk_state_allocate": (
         ("state", _ADDRESS),

@@ -1,9 +1,10 @@
 #include "state/c_api.h"
 
+#include "state/bindings.h"
 #include "state/cuda_objects.h"
-#include "state/cuda_state.h"
 #include "state/device.h"
 #include "state/failure.h"
+#include "state/handle.h"
 #include "state/link.h"
 #include "state/pinned_memory.h"
 #include "state/require.h"
@@ -17,12 +18,6 @@
 #include <mutex>
 #include <string>
 #include <vector>
-
-struct tsk_state
-{
-    std::mutex mutex; // of every call but the last
-    std::unique_ptr<trtllm_shadowkv::CudaState> state;
-};
 
 struct tsk_pinned
 {
@@ -213,8 +208,29 @@ tsk_status tsk_state_destroy(tsk_state* state)
         [&]
         {
             requireHandle(state, "state", "tsk_state_create");
+            trtllm_shadowkv::unbindState(state);
             DeviceGuard const guard(state->state->device());
             delete state;
+        });
+}
+
+tsk_status tsk_state_bind(tsk_state* state, void* stream)
+{
+    return guarded(
+        [&]
+        {
+            requireHandle(state, "state", "tsk_state_create");
+            trtllm_shadowkv::bindState(state, streamOf(stream));
+        });
+}
+
+tsk_status tsk_state_unbind(tsk_state* state)
+{
+    return guarded(
+        [&]
+        {
+            requireHandle(state, "state", "tsk_state_create");
+            trtllm_shadowkv::unbindState(state);
         });
 }
 

@@ -135,8 +135,15 @@ typedef struct
  * dense_limit. Waits until the memory is set up. */
 TSK_API tsk_status tsk_state_create(tsk_state_config const* config, tsk_state** state);
 
-/* Waits for the device and gives everything back. */
+/* Waits for the device and gives everything back; unbinds it first. */
 TSK_API tsk_status tsk_state_destroy(tsk_state* state);
+
+/* Plugins of a TensorRT engine that are enqueued on `stream` work on this state from now on, and until it is unbound or
+ * destroyed. One state a stream, one stream a state; never one of CUDA's default streams. */
+TSK_API tsk_status tsk_state_bind(tsk_state* state, void* stream);
+
+/* Waits for plugins that are being enqueued; nothing to do where it is not bound. */
+TSK_API tsk_status tsk_state_unbind(tsk_state* state);
 
 /* kernels::View of kernels/decode/view.h, which says what the sizes mean and how the arrays are laid out. Addresses are
  * of device memory; 0 where there is no such array (also everywhere in a dry state). */

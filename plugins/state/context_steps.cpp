@@ -43,6 +43,16 @@ void CudaState::beginContext(int32_t slot, int32_t start, int32_t length, cudaSt
     mContext = Context{{slot, start, length}, before, row.stored, row.valueStride};
 }
 
+int32_t CudaState::tokensOf(int32_t rows) const
+{
+    if (mContext)
+    {
+        requireRange("rows of a context pass", rows, 1, 1);
+        return mContext->stretch.length;
+    }
+    return rows;
+}
+
 void CudaState::requireContext(StepArguments const& a) const
 {
     requireRange("layer", a.layer, 0, mView.layers - 1);

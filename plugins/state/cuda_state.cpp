@@ -69,10 +69,11 @@ std::unique_ptr<CudaState> CudaState::create(tsk_state_config const& config)
 }
 
 CudaState::CudaState(tsk_state_config const& config)
-    : mDevice(config.device), mRowGroups(config.row_groups), mSeals(anyRowSeals(config)), mRule(sealRule(config)),
-      mView(withDevice(sizesOf(config), config.device)), mBytes(bytesOf(mView, config.max_tokens).total()),
-      mBook(mView, mRule, config.max_tokens)
+    : mDevice(config.device), mRowGroups(config.row_groups), mConfig(config), mSeals(anyRowSeals(config)),
+      mRule(sealRule(config)), mView(withDevice(sizesOf(config), config.device)),
+      mBytes(bytesOf(mView, config.max_tokens).total()), mBook(mView, mRule, config.max_tokens)
 {
+    mConfig.inverse_frequencies = nullptr; // the caller's
     if (mDevice >= 0)
     {
         int32_t const chunks = mSeals ? mRule.sealedChunks(config.max_tokens) : 0;
@@ -85,6 +86,27 @@ CudaState::~CudaState()
     if (mOn)
     {
         cudaDeviceSynchronize(); // nobody is left to hear of an error
+    }
+}
+
+void CudaState::requireOpsOf(tsk_state_config const& ops) const
+{
+    auto const requireSame = [](char const* name, int32_t found, int32_t expected)
+    {
+        requireThat(found == expected, std::string(name) + " is " + std::to_string(found),
+            std::to_string(expected) + ", for which the state was made");
+    };
+    requireRange("layer", ops.num_layers - 1, 0, mConfig.num_layers - 1);
+    requireSame("num_heads", ops.num_heads, mConfig.num_heads);
+    requireSame("num_kv_heads", ops.num_kv_heads, mConfig.num_kv_heads);
+    requireSame("head_size", ops.head_size, mConfig.head_size);
+    requireSame("chunk_size", ops.chunk_size, mConfig.chunk_size);
+    requireSame("rank", ops.rank, mConfig.rank);
+    requireSame("top_k", ops.top_k, mConfig.top_k);
+    requireSame("outliers", ops.outliers, mConfig.outliers);
+    if (ops.element != kANY_ELEMENT)
+    {
+        requireSame("element (0 float16, 1 bfloat16)", ops.element, mConfig.element);
     }
 }
 

@@ -33,6 +33,8 @@ struct StepArguments
     cudaStream_t stream{nullptr};
 };
 
+inline constexpr int32_t kANY_ELEMENT = -1;
+
 // Batch rows [begin, end).
 struct RowGroup
 {
@@ -71,6 +73,11 @@ public:
     void sealPrompt(int32_t slot, cudaStream_t stream);
     void beginGeneration(int32_t const* slots, int32_t batch);
     void prologue(int32_t const* slots, int32_t batch, cudaStream_t stream);
+    // Of the pass that was begun, whose ops see `rows` rows.
+    int32_t tokensOf(int32_t rows) const;
+    // Throws unless the state is for ops of this shape (as requireOps() reads it; num_layers is at least theirs) and
+    // element, which may be kANY_ELEMENT.
+    void requireOpsOf(tsk_state_config const& ops) const;
     void landmarkTopK(StepArguments const& a);
     void keyReconstruct(StepArguments const& a);
     void sparseAttention(StepArguments const& a);
@@ -121,6 +128,7 @@ private:
 
     int32_t mDevice;
     int32_t mRowGroups;
+    tsk_state_config mConfig;
     bool mSeals; // some row could be sealed
     SealRule mRule;
     kernels::View mView;

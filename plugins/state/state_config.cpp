@@ -14,7 +14,6 @@ namespace
 
 using namespace kernels;
 
-constexpr int32_t kMAX_LAYERS = 1024;
 constexpr int32_t kMAX_SLOTS = 1 << 16;
 constexpr int32_t kMAX_PAGES = 1 << 20; // kernels count the chunks of all pages and heads in 32 bits
 constexpr int32_t kRANK_STEP = 16;
@@ -24,31 +23,11 @@ int32_t ceilDiv(int32_t a, int32_t b)
     return (a + b - 1) / b;
 }
 
-void requireShape(tsk_state_config const& c)
+void requireSettings(tsk_state_config const& c)
 {
     requireRange("element", c.element, 0, 1);
     requireRange("landmark_format", c.landmark_format, 0, 1);
     requireRange("value_format", c.value_format, 0, 1);
-    requireRange("num_layers", c.num_layers, 1, kMAX_LAYERS);
-    requireRange("num_kv_heads", c.num_kv_heads, 1, kMAX_KV_HEADS);
-    requireThat(
-        c.num_heads >= 1 && c.num_heads % c.num_kv_heads == 0 && c.num_heads / c.num_kv_heads <= kMAX_GROUP_HEADS,
-        "num_heads is " + std::to_string(c.num_heads) + " with num_kv_heads " + std::to_string(c.num_kv_heads),
-        "1 to " + std::to_string(kMAX_GROUP_HEADS) + " query heads for each KV head");
-    requireThat(c.head_size == 64 || c.head_size == 96 || c.head_size == 128,
-        "head_size is " + std::to_string(c.head_size), "64, 96 or 128");
-    requireThat(c.chunk_size == 8 || c.chunk_size == 16, "chunk_size is " + std::to_string(c.chunk_size), "8 or 16");
-    int32_t const maxRank = std::min(kMAX_RANK, c.num_kv_heads * c.head_size);
-    requireThat(c.rank >= kRANK_STEP && c.rank <= maxRank && c.rank % kRANK_STEP == 0,
-        "rank is " + std::to_string(c.rank),
-        "a multiple of " + std::to_string(kRANK_STEP) + " up to " + std::to_string(maxRank)
-            + " (512 and num_kv_heads * head_size)");
-}
-
-void requireSettings(tsk_state_config const& c)
-{
-    requireRange("top_k", c.top_k, 1, kMAX_TOP_K);
-    requireRange("outliers", c.outliers, 1, kMAX_OUTLIERS);
     requireRange("cache_slots", c.cache_slots, c.top_k, kMAX_CACHE_SLOTS);
     requireRange("max_tokens", c.max_tokens, 1, kMAX_TOKENS);
     requireThat(c.window >= c.chunk_size && c.window <= kMAX_TOKENS && c.window % c.chunk_size == 0,
@@ -76,10 +55,30 @@ void requireCapacity(tsk_state_config const& c)
 
 } // namespace
 
+void requireOps(tsk_state_config const& c)
+{
+    requireRange("num_layers", c.num_layers, 1, kMAX_LAYERS);
+    requireRange("num_kv_heads", c.num_kv_heads, 1, kMAX_KV_HEADS);
+    requireThat(
+        c.num_heads >= 1 && c.num_heads % c.num_kv_heads == 0 && c.num_heads / c.num_kv_heads <= kMAX_GROUP_HEADS,
+        "num_heads is " + std::to_string(c.num_heads) + " with num_kv_heads " + std::to_string(c.num_kv_heads),
+        "1 to " + std::to_string(kMAX_GROUP_HEADS) + " query heads for each KV head");
+    requireThat(c.head_size == 64 || c.head_size == 96 || c.head_size == 128,
+        "head_size is " + std::to_string(c.head_size), "64, 96 or 128");
+    requireThat(c.chunk_size == 8 || c.chunk_size == 16, "chunk_size is " + std::to_string(c.chunk_size), "8 or 16");
+    int32_t const maxRank = std::min(kMAX_RANK, c.num_kv_heads * c.head_size);
+    requireThat(c.rank >= kRANK_STEP && c.rank <= maxRank && c.rank % kRANK_STEP == 0,
+        "rank is " + std::to_string(c.rank),
+        "a multiple of " + std::to_string(kRANK_STEP) + " up to " + std::to_string(maxRank)
+            + " (512 and num_kv_heads * head_size)");
+    requireRange("top_k", c.top_k, 1, kMAX_TOP_K);
+    requireRange("outliers", c.outliers, 1, kMAX_OUTLIERS);
+}
+
 void requireConfig(tsk_state_config const& c)
 {
     requireRange("device", c.device, -1, std::numeric_limits<int32_t>::max());
-    requireShape(c);
+    requireOps(c);
     requireSettings(c);
     requireCapacity(c);
     requireThat(

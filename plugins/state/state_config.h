@@ -9,6 +9,8 @@
 namespace trtllm_shadowkv
 {
 
+inline constexpr int32_t kMAX_LAYERS = 1024;
+
 // When rows are sealed, and how much of them (docs/adr/0001).
 struct SealRule
 {
@@ -38,6 +40,10 @@ struct SealRule
 
 // Throws Failure: TSK_INVALID_ARGUMENT, naming the field. Does not look at the device.
 void requireConfig(tsk_state_config const& config);
+
+// What of it an engine's ops are made for: num_layers, num_heads, num_kv_heads, head_size, chunk_size, rank, top_k,
+// outliers. Throws as requireConfig().
+void requireOps(tsk_state_config const& config);
 
 // The functions below expect a configuration that requireConfig has accepted.
 

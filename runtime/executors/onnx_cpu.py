@@ -200,6 +200,9 @@ class OnnxCpuExecutor:
         threads = self.threads if elements > _PARALLEL_ELEMENTS else 1
         return self._run(np.asarray(tokens, np.int32), np.asarray(positions, np.int32), last, slots, threads)
 
+    def close(self) -> None:
+        """Nothing to give back that Python does not."""
+
     def _attended(self, slot: int) -> int:
         """Elements of keys and values that one layer reads for a row's next token."""
         kv = self.state.config

@@ -97,7 +97,8 @@ PROGRAM = """if True:
             scheduler = llm._scheduler
             while scheduler.busy:
                 pass
-            print("interrupted", scheduler.device_used, scheduler.host_used, llm.value_pool.used, flush=True)
+            used = scheduler.used
+            print("interrupted", used.live + used.sealed, used.host, llm.value_pool.used, flush=True)
             llm.generate([5], SamplingParams(max_tokens=3))
     print("end", flush=True)
 """

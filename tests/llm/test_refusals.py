@@ -218,7 +218,9 @@ def test_a_compiled_engine_that_cannot_be_used_is_no_reason_to_take_the_cpu(engi
     (copy / "rank0.engine").write_bytes(b"compiled")
     manifest.write(copy)
     for executor in (None, "tensorrt"):
-        with pytest.raises(MissingDependencyError, match="no TensorRT executor; use LLM"):
+        with pytest.raises((MissingDependencyError, EngineError), match=r"driver|GPU|TensorRT|compute capability"):
             LLM(copy, executor=executor)
     with LLM(copy, executor="onnx_cpu", threads=1) as llm:
         assert len(ids(one(llm, [5], params(2)))) == 2
+    with pytest.raises(EngineError, match=r"has no rank0\.engine; expected an engine for the TensorRT executor"):
+        LLM(engine_dir, executor="tensorrt")

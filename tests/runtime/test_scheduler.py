@@ -14,7 +14,7 @@ import pytest
 
 from trtllm_shadowkv.errors import CapacityError, GenerationError, RequestError, StateError
 from trtllm_shadowkv.runtime.sampling import Sampler
-from trtllm_shadowkv.runtime.scheduler import Limits, Scheduler, stretches
+from trtllm_shadowkv.runtime.scheduler import Limits, Pool, Scheduler, stretches
 from trtllm_shadowkv.runtime.sequence import Answer
 from trtllm_shadowkv.runtime.state import Footprint, RowStatistics
 from trtllm_shadowkv.runtime.worker import Worker
@@ -23,6 +23,8 @@ from trtllm_shadowkv.sampling_params import SamplingParams
 VOCABULARY = 50
 LIMIT = 40
 """Tokens after which the scripted state wants a row sealed."""
+KEPT = 3
+"""Live bytes that a sealed row keeps."""
 
 
 class Fault(RuntimeError):
@@ -112,7 +114,8 @@ def expected(prompt: int, count: int) -> list[int]:
 def footprint(prompt: int, total: int, dense: bool) -> Footprint:
     """A byte a token: what must be live, and as much again sealed and on the host for rows that will be sealed."""
     sealed = total > LIMIT and not dense
-    return Footprint(max(prompt, min(total, LIMIT)) if sealed else total, total * sealed, total * sealed)
+    live = max(prompt, min(total, LIMIT)) if sealed else total
+    return Footprint(live, total * sealed, total * sealed, KEPT * sealed)
 
 
 @dataclass
@@ -146,7 +149,8 @@ def answer(prompt: int, count: int, *, dense: bool = False, end_ids: Sequence[in
 
 
 def scheduler(batch: int = 4, stretch: int = 16, device: int = 10_000, host: int = 10_000) -> Scheduler:
-    return Scheduler(ScriptedExecutor(), Limits(batch, stretch, device, host), footprint)  # type: ignore[arg-type]
+    pools = Pool("device", ("live", "sealed"), device), Pool("host", ("host",), host)
+    return Scheduler(ScriptedExecutor(), Limits(batch, stretch, pools), footprint)  # type: ignore[arg-type]
 
 
 def state_of(s: Scheduler) -> ScriptedState:
@@ -159,8 +163,7 @@ def passes_of(s: Scheduler) -> list[tuple[str, tuple[int, ...], int]]:
 
 def check_books(s: Scheduler) -> None:
     """What is used is what the active rows hold, and no slot is in two places."""
-    assert 0 <= s.device_used <= s.limits.device_memory
-    assert 0 <= s.host_used <= s.limits.host_memory
+    assert all(0 <= pool.taken(s.used) <= pool.capacity for pool in s.limits.pools)
     slots = [a.slot for a in s.active if a.slot is not None]
     assert len(slots) == len(s.active)
     assert sorted([*slots, *s._free_slots]) == list(range(s.limits.max_batch_size))
@@ -168,8 +171,7 @@ def check_books(s: Scheduler) -> None:
     held = [
         (footprint(len(a.prompt_ids), a.total_tokens, a.dense), state_of(s).is_sealed(a.slot or 0)) for a in s.active
     ]
-    assert s.device_used == sum(f.live * (not sealed) + f.sealed for f, sealed in held)
-    assert s.host_used == sum(f.host for f, _ in held)
+    assert s.used == sum((f.once_sealed() if sealed else f for f, sealed in held), Footprint())
 
 
 def drain(s: Scheduler, steps: int = 10_000) -> None:
@@ -179,7 +181,7 @@ def drain(s: Scheduler, steps: int = 10_000) -> None:
         s.step()
         check_books(s)
     assert not s.busy
-    assert (s.device_used, s.host_used, state_of(s).rows, s._held) == (0, 0, {}, {})
+    assert (s.used, state_of(s).rows, s._held) == (Footprint(), {}, {})
 
 
 # --- stretches ----------------------------------------------------------------------------------------------------
@@ -314,10 +316,27 @@ def test_live_memory_is_free_for_others_once_a_row_is_sealed() -> None:
         s.step()
         assert other.slot is None
     assert state_of(s).is_sealed(long.slot or 0)  # before its second token
-    assert s.device_used == 99
+    assert s.used == Footprint(KEPT, 99, 99)
     s.step()
     assert other.slot is not None or other.finish_reason
     drain(s)
+
+
+def test_pools_of_their_own_for_what_is_live_and_what_is_sealed() -> None:
+    s = scheduler()
+    pools = Pool("device", ("live",), 90), Pool("device", ("sealed",), 250), Pool("host", ("host",), 1000)
+    s.limits = Limits(4, 16, pools)
+    (long, _), (second, _), (third, _) = answer(80, 20), answer(80, 20), answer(80, 20)
+    for a in (long, second, third):
+        s.add(a)
+    while not second.output_ids:
+        s.step()
+        check_books(s)
+    assert long.finish_reason is None, "the second was admitted when the first was sealed"
+    assert third.slot is None, "sealed memory for two"
+    drain(s)
+    with pytest.raises(CapacityError, match="need 91 bytes of device memory; expected at most 90"):
+        s.check_fits(answer(91, 1, dense=True)[0])
 
 
 def test_a_sequence_exactly_as_large_as_memory_runs() -> None:
