@@ -33,7 +33,7 @@ venv: $(done)/build
 demo: $(done)/demo $(done)/installed
 	$(bin)/python examples/passkey_demo.py
 
-test: $(done)/test $(done)/demo $(done)/compiled
+test: $(done)/test $(done)/demo $(done)/compiled $(done)/tensorrt $(done)/packed
 	$(bin)/ruff check
 	$(bin)/ruff format --check
 	git ls-files -z -- '*.c' '*.cpp' '*.cu' '*.cuh' '*.h' | xargs -0 --no-run-if-empty $(bin)/clang-format --dry-run -Werror
@@ -100,6 +100,15 @@ $(done)/test: requirements/test.txt $(done)/runtime
 
 $(done)/cuda: requirements/cuda.txt $(done)/runtime
 	$(install) --no-deps -r $<
+	@touch $@
+
+$(done)/tensorrt: requirements/tensorrt.txt $(done)/runtime
+	$(install) --no-deps -r $<
+	@touch $@
+
+# TensorRT's libraries, 0.3 GB of a 1.1 GB archive, for the tests that drive the plugins' creators with them.
+$(done)/packed: scripts/pack_tensorrt.sh $(done)/runtime
+	@if command -v mvn > /dev/null; then bash scripts/pack_tensorrt.sh > /dev/null; else echo "no mvn: tests with TensorRT's own libraries are skipped"; fi
 	@touch $@
 
 $(done)/installed: $(packaging) $(native) $(done)/runtime

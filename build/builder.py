@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 from trtllm_shadowkv import names
-from trtllm_shadowkv.build import manifest
+from trtllm_shadowkv.build import manifest, tensorrt_engine
 from trtllm_shadowkv.build.llama_graph import Weight, build_graph, weights
 from trtllm_shadowkv.build.whole_directory import whole_directory
 from trtllm_shadowkv.checkpoint import Checkpoint, to_dtype, tokenizer_files
-from trtllm_shadowkv.config import BuildConfig
+from trtllm_shadowkv.config import Backend, BuildConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory, engine_config
 from trtllm_shadowkv.errors import CheckpointError, ConfigError, EngineError, MissingDependencyError, require
 from trtllm_shadowkv.json_reader import JsonReader
@@ -36,6 +36,8 @@ def build_engine(
     *,
     engine_only: bool = False,
     progress: Progress | None = None,
+    compiling: Progress | None = None,
+    verbose: bool = False,
 ) -> EngineDirectory:
     """Write the engine directory of a Hugging Face model.
 
@@ -46,62 +48,106 @@ def build_engine(
         output_dir: new or empty directory, or an engine directory to replace (with no other files in it).
         config: settings; None: the defaults.
         engine_only: keep only the compiled TensorRT engine, without the ONNX file and its weights.
+        progress: called while the weights are written.
+        compiling: called while TensorRT compiles, with parts done and parts in all.
+        verbose: write TensorRT's log to standard error.
 
     Raises:
         CheckpointError, ConfigError: the model or the settings cannot be used.
-        EngineError: the output directory cannot be written, holds other files, or is being written by another process.
-        MissingDependencyError: ``engine_only`` where no TensorRT engine can be compiled.
+        EngineError: the output directory cannot be written, holds other files, or is being written by another process;
+            or TensorRT failed.
+        MissingDependencyError: what ``config.backend`` needs is not here, or ``engine_only`` where it compiles no
+            engine.
     """
     require("onnx", "cpu")
-    if engine_only:
+    config = config or BuildConfig()
+    if engine_only and config.backend == "onnx":
         raise MissingDependencyError(
-            "engine_only keeps nothing but a compiled TensorRT engine, and this version compiles none",
-            todo="build without it: the CPU executor runs the ONNX graph",
+            "engine_only keeps nothing but a compiled TensorRT engine, and backend 'onnx' compiles none",
+            todo="build without it, or with --backend tensorrt",
         )
     output = _real_path(output_dir)
     _check_output(output)
     with _open_checkpoint(model_dir) as checkpoint:
         model = replace(checkpoint.config, eos_token_ids=_end_tokens(checkpoint.directory, checkpoint.config))
-        build = _resolved(model, config or BuildConfig())
+        build = _resolved(model, config)
         checkpoint.check()
         copied = tokenizer_files(checkpoint.directory)
-        needed = _bytes_needed(model, build.dtype) + sum(file.stat().st_size for file in copied)
+        target = tensorrt_engine.prepare(build)
+        needed = _bytes_needed(model, build.dtype) * (1 if target is None else 2)
+        needed += sum(file.stat().st_size for file in copied)
         with whole_directory(output, needed) as partial:
             _write_onnx(partial, checkpoint, build, progress)
             _write_config(partial, model, build)
             for file in copied:
                 shutil.copyfile(file, partial / file.name)
             _check_graph(partial, model, build.dtype)
-            manifest.write(partial)
+            if target is not None:
+                target.compile(partial, build, progress=compiling, verbose=verbose)
+            if engine_only:
+                for name in (names.ONNX_FILE, names.WEIGHTS_FILE):
+                    (partial / name).unlink()
+            manifest.write(partial, **({} if target is None else target.record))
     return EngineDirectory.open(output_dir)
 
 
-def refresh_engine(engine_dir: str | Path) -> EngineDirectory:
+def refresh_engine(
+    engine_dir: str | Path,
+    *,
+    backend: Backend | None = None,
+    compute_capabilities: Sequence[int] | None = None,
+    compiling: Progress | None = None,
+    verbose: bool = False,
+) -> EngineDirectory:
     """Make everything but the weights and the tokenizer of an engine directory anew with this version.
 
-    The weights' bytes are compared with the manifest first and are not copied.
+    The weights' bytes are compared with the manifest first and are not copied. A TensorRT engine is compiled again.
+
+    Args:
+        backend, compute_capabilities: instead of those that the directory was built with (see :class:`BuildConfig`):
+            so a directory that was written where there is no GPU gets its TensorRT engine where there is one.
+        compiling, verbose: as :func:`build_engine`.
 
     Raises:
         EngineError: a damaged directory, one without an ONNX file or with files that are not its own, or one that
-            another process is writing.
+            another process is writing; or TensorRT failed.
+        ConfigError, MissingDependencyError: the backend cannot compile here.
     """
     require("onnx", "cpu")
     path = _real_path(engine_dir)
-    EngineDirectory.open(engine_dir)
+    engine = _with_onnx(EngineDirectory.open(engine_dir))
     _check_output(path)
-    with whole_directory(path, _GRAPH_BYTES) as partial:
-        engine = EngineDirectory.open(path, whole=True)
-        if not engine.has_onnx:
-            raise EngineError(f"{path} has no {names.ONNX_FILE}", "an engine built without --engine-only")
+    build = _rebuilt(engine.build, backend, compute_capabilities)
+    target = tensorrt_engine.prepare(build)
+    needed = _GRAPH_BYTES if target is None else _bytes_needed(engine.model, build.dtype)
+    with whole_directory(path, needed) as partial:
+        engine = _with_onnx(EngineDirectory.open(path, whole=True))
+        build = replace(engine.build, backend=build.backend, compute_capabilities=build.compute_capabilities)
         _check_graph(path, engine.model, engine.build.dtype)
         for name in engine.files:
-            os.link(path / name, partial / name)  # the weights' bytes stay where they are
+            if name != names.ENGINE_FILE:
+                os.link(path / name, partial / name)  # the weights' bytes stay where they are
         graph = build_graph(engine.model, engine.build.shadowkv, engine.build.dtype)
         _write_graph(partial, graph, engine.model, engine.build.dtype)
-        _write_config(partial, engine.model, engine.build)
+        _write_config(partial, engine.model, build)
         _check_graph(partial, engine.model, engine.build.dtype)
-        manifest.write(partial)
+        if target is not None:
+            target.compile(partial, build, progress=compiling, verbose=verbose)
+        manifest.write(partial, **({} if target is None else target.record))
     return EngineDirectory.open(engine_dir)
+
+
+def _with_onnx(engine: EngineDirectory) -> EngineDirectory:
+    if not engine.has_onnx:
+        raise EngineError(f"{engine.path} has no {names.ONNX_FILE}", "an engine built without --engine-only")
+    return engine
+
+
+def _rebuilt(build: BuildConfig, backend: Backend | None, capabilities: Sequence[int] | None) -> BuildConfig:
+    """With another backend, whose compute capabilities those of the old one are not."""
+    if backend is not None and backend != build.backend:
+        build = replace(build, backend=backend, compute_capabilities=())
+    return build if capabilities is None else replace(build, compute_capabilities=tuple(capabilities))
 
 
 def verify_engine(engine_dir: str | Path) -> EngineDirectory:

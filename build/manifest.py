@@ -30,8 +30,22 @@ def _digest(path: Path, *, whole: bool) -> str:
     return sha.hexdigest()
 
 
-def describe(directory: Path, *, gpu_architecture: str | None = None, tensorrt: str | None = None) -> dict[str, Any]:
-    """Manifest of the files now in ``directory`` (the manifest itself left out)."""
+def describe(
+    directory: Path,
+    *,
+    backend: str = "onnx",
+    tensorrt: str | None = None,
+    gpu_architecture: str | None = None,
+    plugin_library: str | None = None,
+) -> dict[str, Any]:
+    """Manifest of the files now in ``directory`` (the manifest itself left out).
+
+    Args:
+        backend: what compiled the engine file; ``onnx``: there is none.
+        tensorrt: version of TensorRT or TensorRT-RTX.
+        gpu_architecture: compute capability it was compiled for, ``9.0``, or several, ``8.0+12.0``.
+        plugin_library: version of the plugin library.
+    """
     files = {}
     for path in sorted(directory.iterdir()):
         if path.name != names.MANIFEST_FILE:
@@ -44,13 +58,15 @@ def describe(directory: Path, *, gpu_architecture: str | None = None, tensorrt: 
         "schema": SCHEMA,
         "package_version": __version__,
         "plugin_version": names.PLUGIN_VERSION,
+        "plugin_library_version": plugin_library,
+        "backend": backend,
         "tensorrt_version": tensorrt,
         "gpu_architecture": gpu_architecture,
         "files": files,
     }
 
 
-def write(directory: Path, **kinds: str | None) -> None:
+def write(directory: Path, **kinds: Any) -> None:
     """Describe ``directory`` in its manifest file; ``kinds`` as :func:`describe`."""
     text = json.dumps(describe(directory, **kinds), indent=2)
     (directory / names.MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")

@@ -5,8 +5,11 @@ Both have two names: the full package's, and that of the bindings alone, which n
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -97,23 +100,26 @@ def load(backend: str) -> Any:
     )
 
 
-def environment(backend: str, scratch: Path) -> dict[str, str]:
-    """Variables of a process that is to import the module of ``backend``.
+@contextlib.contextmanager
+def environment(backend: str) -> Iterator[dict[str, str]]:
+    """Variables of a process that is to import the module of ``backend``; it must end before the block does.
 
     The ONNX parser of TensorRT-RTX opens ``libtensorrt_rtx.so``, a name without a version that its wheel does not
-    have, and aborts without it: ``scratch``, an empty folder, gets a link of that name and joins LD_LIBRARY_PATH.
+    have, and aborts without it: a folder with a link of that name joins LD_LIBRARY_PATH for as long as the block runs.
     """
     variables = dict(os.environ)
     product = PRODUCTS[backend]
     versioned = product.libraries[0]
     plain = versioned.partition(".so")[0] + ".so"
     folder = _folder(product.package)
-    if backend == "tensorrt-rtx" and folder is not None and (folder / versioned).is_file():
-        if not (folder / plain).exists():
-            (scratch / plain).symlink_to(folder / versioned)
-            folder = scratch
-        variables["LD_LIBRARY_PATH"] = os.pathsep.join(p for p in (variables.get("LD_LIBRARY_PATH"), str(folder)) if p)
-    return variables
+    if backend != "tensorrt-rtx" or folder is None or not (folder / versioned).is_file() or (folder / plain).exists():
+        yield variables
+        return
+    with tempfile.TemporaryDirectory(prefix="trtllm-shadowkv-") as scratch:
+        (Path(scratch) / plain).symlink_to(folder / versioned)
+        paths = (variables.get("LD_LIBRARY_PATH"), scratch)
+        variables["LD_LIBRARY_PATH"] = os.pathsep.join(p for p in paths if p)
+        yield variables
 
 
 def _folder(module: str) -> Path | None:

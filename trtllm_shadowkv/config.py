@@ -16,6 +16,7 @@ from trtllm_shadowkv.errors import ConfigError, nearest
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Attention = Literal["shadowkv", "dense"]
+Backend = Literal["onnx", "tensorrt", "tensorrt-rtx"]
 PAGE_TOKENS = 128
 """Tokens in one page of the live key/value pool."""
 
@@ -169,6 +170,10 @@ class BuildConfig(_Config):
         max_batch_size: sequences in one generation pass.
         max_seq_len: tokens of one sequence, prompt and generated; None: the model's max_position_embeddings.
         max_num_tokens: tokens in one context pass (the longest stretch of a prompt).
+        backend: what compiles the graph for a GPU: ``tensorrt`` or ``tensorrt-rtx``; ``onnx``: nothing, it is for the
+            CPU executor.
+        compute_capabilities: of the GPUs that TensorRT-RTX compiles for (80: compute capability 8.0); empty: the
+            machine's own.
         shadowkv: see :class:`ShadowKVConfig`.
     """
 
@@ -176,6 +181,8 @@ class BuildConfig(_Config):
     max_batch_size: int = 32
     max_seq_len: int | None = None
     max_num_tokens: int = 8192
+    backend: Backend = "onnx"
+    compute_capabilities: tuple[int, ...] = ()
     shadowkv: ShadowKVConfig = field(default_factory=ShadowKVConfig)
 
     def __post_init__(self) -> None:
@@ -185,6 +192,15 @@ class BuildConfig(_Config):
         if self.max_seq_len is not None:
             _check_int("build", "max_seq_len", self.max_seq_len, 2, 1 << 24)
         _check_int("build", "max_num_tokens", self.max_num_tokens, 1, 1 << 20)
+        if self.backend not in get_args(Backend):
+            raise ConfigError(f"backend is {self.backend!r}", "onnx, tensorrt or tensorrt-rtx")
+        if not isinstance(self.compute_capabilities, list | tuple):
+            raise ConfigError(
+                f"build.compute_capabilities is {self.compute_capabilities!r}", "a list such as [80, 120]"
+            )
+        for number in self.compute_capabilities:
+            _check_int("build", "compute_capabilities", number, 80, 999)  # the plugins have no code for older ones
+        object.__setattr__(self, "compute_capabilities", tuple(dict.fromkeys(self.compute_capabilities)))
         if not isinstance(self.shadowkv, ShadowKVConfig):
             raise ConfigError(f"build.shadowkv is {type(self.shadowkv).__name__}", "a ShadowKVConfig")
 

@@ -70,6 +70,8 @@ class EngineDirectory:
                 max_batch_size=limits["max_batch_size"],
                 max_seq_len=limits["max_seq_len"],
                 max_num_tokens=limits["max_num_tokens"],
+                backend=limits.get("backend", "onnx"),
+                compute_capabilities=limits.get("compute_capabilities", ()),
                 shadowkv=ShadowKVConfig.from_dict(data["shadowkv"], f"{config}: shadowkv"),
             )
         except (OSError, KeyError, TypeError, ValueError, RecursionError) as e:  # ConfigError is a ValueError
@@ -90,6 +92,8 @@ def engine_config(model: ModelConfig, build: BuildConfig) -> dict[str, Any]:
             "max_beam_width": 1,
             "max_num_tokens": build.max_num_tokens,
             "strongly_typed": True,
+            "backend": build.backend,
+            "compute_capabilities": list(build.compute_capabilities),
         },
         "shadowkv": build.shadowkv.to_dict(),
     }

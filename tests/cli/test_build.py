@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from tests.cli.conftest import Cli
 from tests.tiny_models import write_tiny
+from trtllm_shadowkv import library
 from trtllm_shadowkv.config import BuildConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory
 
@@ -74,6 +77,12 @@ def test_options_win_over_the_file(cli: Cli, model: Path, tmp_path: Path) -> Non
         (["--max-seq-len", "999999"], "max_seq_len is 999999; expected at most"),
         (["--max-num-tokens", "-5"], "build.max_num_tokens is -5"),
         (["--config", "/nowhere.yaml"], "cannot read the configuration /nowhere.yaml"),
+        (["--backend", "cuda"], "backend is 'cuda'; expected onnx, tensorrt or tensorrt-rtx"),
+        (["--backend", "tensorrt"], "dtype is 'float32' with backend 'tensorrt'; expected float16 or bfloat16"),
+        (["--backend", "tensorrt-rtx"], "dtype is 'float32' with backend 'tensorrt-rtx'; expected float16"),
+        (["--compute-capability", "70"], "compute_capabilities is 70; expected a whole number from 80"),
+        (["--compute-capability", "80"], "compute_capabilities 80 with backend 'onnx'; expected none"),
+        (["--engine-only"], "backend 'onnx' compiles none; build without it, or with --backend tensorrt"),
     ],
 )
 def test_a_bad_option_is_one_line_and_nothing_is_written(
@@ -124,3 +133,59 @@ def test_a_bar_is_shown_on_a_terminal(cli: Cli, model: Path, tmp_path: Path, mon
     outcome = cli("build", "--model-dir", model, "--output-dir", tmp_path / "e")
     assert "weights: 100%" in outcome.err
     assert "weights" not in outcome.out
+
+
+@pytest.fixture
+def rtx() -> None:
+    if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
+        pytest.skip("no TensorRT-RTX (pip install --no-deps -r requirements/tensorrt.txt)")
+    if library.find() is None:
+        pytest.skip("no plugin library (make test compiles it)")
+
+
+RTX = ("--backend", "tensorrt-rtx", "--dtype", "bfloat16", "--compute-capability", "80", "--compute-capability", "120")
+
+
+def test_an_engine_is_compiled_by_options_and_by_the_file(rtx: None, cli: Cli, tmp_path: Path) -> None:
+    model = write_tiny(tmp_path / "m", head_dim=64)
+    here = ("build", "--model-dir", model, "--output-dir", tmp_path / "e")
+    outcome = cli(*here, *RTX)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "engine: tensorrt-rtx 1." in outcome.out
+    assert " for compute capability 8.0+12.0, " in outcome.out
+    refreshed = cli("build", "--refresh", tmp_path / "e")
+    assert (refreshed.code, refreshed.err) == (0, "")
+    assert refreshed.out == outcome.out
+    config = tmp_path / "config.yaml"
+    config.write_text("backend: tensorrt-rtx\ncompute_capabilities: [89]\ndtype: float16\n")
+    shown = cli(*here, "--config", config, "--engine-only", "--verbose")
+    assert shown.code == 0
+    assert "for compute capability 8.9, " in shown.out
+    assert "[I] Successfully created plugin: ShadowKVSparseAttention" in shown.err
+    assert not (tmp_path / "e/model.onnx").exists()
+
+
+def test_a_failing_compiler_is_one_line(rtx: None, cli: Cli, model: Path, tmp_path: Path) -> None:
+    error = cli("build", "--model-dir", model, "--output-dir", tmp_path / "e", *RTX).error
+    assert "head_size is 16" in error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bar_is_shown_while_it_compiles(rtx: None, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_tiny(tmp_path / "m", head_dim=64)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    outcome = cli("build", "--model-dir", model, "--output-dir", tmp_path / "e", *RTX)
+    assert outcome.err.index("weights: 100%") < outcome.err.index("TensorRT: 100%")
+
+
+def test_the_module_is_the_command(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trtllm_shadowkv.build"]
+    output = tmp_path / "e"
+    done = subprocess.run([*command, "--model-dir", model, "--output-dir", output], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert EngineDirectory.open(output).has_onnx
+    wrong = subprocess.run([*command, "--refresh", tmp_path / "nowhere"], capture_output=True, text=True)
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
+    usage = subprocess.run([*command, "--help"], capture_output=True, text=True)
+    assert "Usage: trtllm-shadowkv build [OPTIONS]" in usage.stdout

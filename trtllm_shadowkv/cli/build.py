@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from trtllm_shadowkv import names
 from trtllm_shadowkv.config import load_build_config
 from trtllm_shadowkv.errors import require
 
 if TYPE_CHECKING:
     from trtllm_shadowkv.build.builder import Progress
+    from trtllm_shadowkv.config import Backend
     from trtllm_shadowkv.engine_directory import EngineDirectory
 
 
@@ -22,6 +24,14 @@ def build(
     output_dir: Annotated[Path | None, typer.Option(help="New or empty directory, or an engine to replace.")] = None,
     refresh: Annotated[
         Path | None, typer.Option(help="Instead: make all but the weights of this engine directory anew.")
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="onnx (default: for the CPU), tensorrt or tensorrt-rtx (compile for the GPU as well)."),
+    ] = None,
+    compute_capability: Annotated[
+        list[int] | None,
+        typer.Option(help="GPU that tensorrt-rtx compiles for: 80, 120; may be repeated. Else this machine's."),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 (default), float16 or bfloat16.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of build settings; options win over it.")] = None,
@@ -32,6 +42,7 @@ def build(
     engine_only: Annotated[
         bool, typer.Option("--engine-only", help="Keep the TensorRT engine without the ONNX file.")
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show TensorRT's log.")] = False,
 ) -> None:
     """Compile a Llama-type model into an engine directory, whole or not at all."""
     require("onnx", "cpu")
@@ -49,14 +60,32 @@ def build(
         others = {**settings, "model_dir": model_dir, "output_dir": output_dir, "config": config}
         given = [name for name, value in others.items() if value is not None] + ["engine_only"] * engine_only
         if given:
-            raise typer.BadParameter(f"--refresh ENGINE stands alone, without {', '.join(given)}")
-        _report(refresh_engine(refresh))
+            raise typer.BadParameter(f"--refresh ENGINE keeps its settings: it stands without {', '.join(given)}")
+        with _bar("TensorRT", hidden=verbose) as compiling:
+            engine = refresh_engine(
+                refresh,
+                backend=cast("Backend | None", backend),
+                compute_capabilities=compute_capability or None,
+                compiling=compiling,
+                verbose=verbose,
+            )
+        _report(engine)
         return
     if model_dir is None or output_dir is None:
         raise typer.BadParameter("build needs --model-dir and --output-dir, or --refresh ENGINE")
-    wanted = load_build_config(config, **settings)
-    with _bar("weights") as progress:
-        engine = build_engine(model_dir, output_dir, wanted, engine_only=engine_only, progress=progress)
+    if compute_capability:
+        settings["compute_capabilities"] = tuple(compute_capability)
+    wanted = load_build_config(config, backend=backend, **settings)
+    with _bar("weights", unit="B") as progress, _bar("TensorRT", hidden=verbose) as compiling:
+        engine = build_engine(
+            model_dir,
+            output_dir,
+            wanted,
+            engine_only=engine_only,
+            progress=progress,
+            compiling=compiling,
+            verbose=verbose,
+        )
     _report(engine)
 
 
@@ -65,7 +94,8 @@ def verify(engine_dir: Annotated[Path, typer.Argument(help="Engine directory.")]
     from trtllm_shadowkv.build.builder import verify_engine
 
     engine = verify_engine(engine_dir)
-    typer.echo(f"{engine.path}: {len(engine.files)} files as their manifest says, graph accepted")
+    graph = ", graph accepted" if engine.has_onnx else ""
+    typer.echo(f"{engine.path}: {len(engine.files)} files as their manifest says{graph}")
 
 
 def _report(engine: EngineDirectory) -> None:
@@ -81,23 +111,39 @@ def _report(engine: EngineDirectory) -> None:
         )
     if not engine.has_engine:
         typer.echo("no TensorRT engine inside: it runs on the CPU executor")
+        return
+    from trtllm_shadowkv.build import manifest
+
+    made = manifest.read(engine.path)
+    typer.echo(
+        f"engine: {made['backend']} {made['tensorrt_version']} for compute capability {made['gpu_architecture']}, "
+        f"{(engine.path / names.ENGINE_FILE).stat().st_size:,} bytes"
+    )
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Progress | None]:
-    """A progress bar in bytes on a terminal, where tqdm is installed."""
+def _bar(what: str, *, unit: str = "", hidden: bool = False) -> Iterator[Progress | None]:
+    """A progress bar on a terminal, where tqdm is installed; it is seen from the first progress on."""
     import sys
     from importlib.util import find_spec
 
-    if not sys.stderr.isatty() or find_spec("tqdm") is None:
+    if hidden or not sys.stderr.isatty() or find_spec("tqdm") is None:
         yield None
         return
     from tqdm import tqdm
 
-    with tqdm(desc=what, unit="B", unit_scale=True) as bar:
+    form = {} if unit else {"bar_format": "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"}
+    bars: list[Any] = []
 
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+    def progress(done: int, total: int) -> None:
+        if not bars:
+            bars.append(tqdm(desc=what, unit=unit, unit_scale=True, total=total, miniters=1, **form))
+        bars[0].update(done - bars[0].n)
+        if done >= total:
+            bars[0].close()
 
+    try:
         yield progress
+    finally:
+        for bar in bars:
+            bar.close()
