@@ -128,6 +128,10 @@ def prepare(build: BuildConfig) -> Target | None:
             "float16 or bfloat16, the types of the plugins",
             "build with --dtype bfloat16",
         )
+    for name, most in (("max_batch_size", 1024), ("max_seq_len", 1 << 21)):  # limits of a state
+        value = getattr(build, name)
+        if value is not None and value > most:
+            raise ConfigError(f"{name} is {value} with backend {backend!r}", f"at most {most}, what the kernels take")
     tensorrt_modules.find(backend)
     plugins = library.load()
     architecture = "+".join(f"{number // 10}.{number % 10}" for number in wanted)

@@ -6,6 +6,7 @@ slot and all the memory it can come to need are free, so nothing that was admitt
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from trtllm_shadowkv.runtime.state import Footprint, Rows
 
 _KNEE = 16_384  # tokens of prefix from which stretches get shorter
 _SMALLEST_SHARE = 8
+
+_log = logging.getLogger(__name__)
 
 
 def stretches(prompt_tokens: int, longest: int) -> list[tuple[int, int]]:
@@ -132,9 +135,10 @@ class Scheduler:
         self._generation([a for a in self.active if not a.in_prefill])
 
     def fail_all(self, error: BaseException) -> None:
-        for answer in [*self.waiting, *self.active]:
-            self._end(answer, error)
+        answers = [*self.waiting, *self.active]
         self.waiting.clear()
+        for answer in answers:
+            self._end(answer, error)
 
     def cancel_all(self) -> None:
         for answer in [*self.waiting, *self.active]:
@@ -145,8 +149,12 @@ class Scheduler:
         for answer in [a for a in (*self.active, *self.waiting) if a.cancelled]:
             if answer.slot is None:
                 self.waiting.remove(answer)
-            self._release(answer)
-            answer.finish("cancelled")
+            try:
+                self._release(answer)
+            except Exception as e:
+                answer.finish("error", error=as_generation_error(e))
+            else:
+                answer.finish("cancelled")
 
     def _admit(self) -> None:
         """In order of arrival; the first that does not fit holds back those behind it, so that none starves."""
@@ -235,17 +243,23 @@ class Scheduler:
     def _end(self, answer: Answer, error: BaseException) -> None:
         try:
             self._release(answer)
-        finally:
-            answer.finish("error", error=as_generation_error(error))
+        except Exception as e:
+            _log.warning("what a failed answer held was not given back: %s", e)
+        answer.finish("error", error=as_generation_error(error))
 
     def _release(self, answer: Answer) -> None:
         slot = answer.slot
         if slot is None:
             return
-        answer.statistics = self.executor.state.statistics(slot)
-        self.executor.state.release(slot)
-        answer.held = self._held.pop(slot)
-        self.used -= answer.held
-        self._free_slots.append(slot)
-        self.active.remove(answer)
-        answer.slot = None
+        try:
+            answer.statistics = self.executor.state.statistics(slot)
+        except Exception as e:  # a device that has failed says no more; the row goes all the same
+            _log.warning("no statistics of slot %d: %s", slot, e)
+        try:
+            self.executor.state.release(slot)
+        finally:
+            answer.held = self._held.pop(slot)
+            self.used -= answer.held
+            self._free_slots.append(slot)
+            self.active.remove(answer)
+            answer.slot = None

@@ -80,7 +80,7 @@ class PinnedValuePool:
         make: Callable[[int], PinnedSlab] = PinnedSlab,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        size = max(_SLAB_BYTES, aligned(largest))
+        size = -(-_SLAB_BYTES // aligned(largest)) * aligned(largest)  # the largest regions leave nothing over
         count = -(-capacity // size)
         self.capacity, self.used = count * size, 0
         self._slabs: list[PinnedSlab] = []

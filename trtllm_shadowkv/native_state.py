@@ -124,6 +124,8 @@ class RowInfo:
 # Arguments by name; a leading state or slab is an address like any other.
 _STEP = (*_numbers(_I32, "layer"), ("qkv", _ADDRESS), ("positions", _ADDRESS), ("batch", _I32))
 _FUNCTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "tsk_stream_create": (("device", _I32), ("stream", _ADDRESS)),
+    "tsk_stream_destroy": _numbers(_ADDRESS, "stream"),
     "tsk_pinned_create": (("device", _I32), ("bytes", _I64), ("pinned", _ADDRESS)),
     "tsk_pinned_address": _numbers(_ADDRESS, "pinned device_address host_address"),
     "tsk_pinned_destroy": _numbers(_ADDRESS, "pinned"),

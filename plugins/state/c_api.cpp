@@ -148,6 +148,32 @@ tsk_status tsk_measure_link(int32_t device, int64_t chunk_bytes, int64_t footpri
         });
 }
 
+tsk_status tsk_stream_create(int32_t device, void** stream)
+{
+    return guarded(
+        [&]
+        {
+            requirePointer(stream, "stream");
+            *stream = nullptr;
+            trtllm_shadowkv::requireDevice(device);
+            DeviceGuard const guard(device);
+            cudaStream_t created = nullptr;
+            TSK_CUDA(cudaStreamCreateWithFlags(&created, cudaStreamNonBlocking));
+            *stream = created;
+        });
+}
+
+tsk_status tsk_stream_destroy(void* stream)
+{
+    return guarded(
+        [&]
+        {
+            requireHandle(stream, "stream", "tsk_stream_create");
+            TSK_CUDA(cudaStreamSynchronize(streamOf(stream)));
+            TSK_CUDA(cudaStreamDestroy(streamOf(stream)));
+        });
+}
+
 tsk_status tsk_pinned_create(int32_t device, int64_t bytes, tsk_pinned** pinned)
 {
     return guarded(

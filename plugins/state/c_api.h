@@ -65,6 +65,14 @@ TSK_API tsk_status tsk_device_info(int32_t device, tsk_device* info);
 TSK_API tsk_status tsk_measure_link(
     int32_t device, int64_t chunk_bytes, int64_t footprint_bytes, double* gigabytes_per_second);
 
+/* --- streams ------------------------------------------------------------------------------------------------------ */
+
+/* A cudaStream_t of `device` that does not wait for the null stream, and that nobody else has. */
+TSK_API tsk_status tsk_stream_create(int32_t device, void** stream);
+
+/* Waits for what it still runs. */
+TSK_API tsk_status tsk_stream_destroy(void* stream);
+
 /* --- pinned memory ------------------------------------------------------------------------------------------------ */
 
 typedef struct tsk_pinned tsk_pinned;

@@ -169,10 +169,12 @@ class GpuState:
 
     def release(self, slot: int) -> None:
         """Take back everything a slot holds; no pass with it may still be running."""
-        self.cuda.release(slot)
-        addresses = self._addresses.pop(slot, [])
-        if self.values is not None:
-            self.values.give(addresses)
+        try:
+            self.cuda.release(slot)
+        finally:
+            addresses = self._addresses.pop(slot, [])
+            if self.values is not None:
+                self.values.give(addresses)
 
     def length(self, slot: int) -> int:
         return self.cuda.length(slot)
@@ -202,6 +204,8 @@ class GpuState:
 
     def close(self) -> None:
         """Wait for the device and give everything back; nothing to do the second time."""
-        self.cuda.close()
-        if self.values is not None:
-            self.values.close()
+        try:
+            self.cuda.close()
+        finally:
+            if self.values is not None:
+                self.values.close()

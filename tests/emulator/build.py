@@ -25,7 +25,7 @@ OUT = ROOT / "out" / "emulator"
 LIBRARY = OUT / "libtrtllm_shadowkv_emulated.so"
 EMULATOR = sorted(HERE.glob("*.cpp"))
 FAST = {"barriers.cpp", "fibers.cpp", "products.cpp", "shared_memory.cpp", "tensor_cores.cpp"}
-LIBRARY_SOURCES = ("kernels/**/*.cu", "kernels/**/*.cpp", "state/*.cpp")
+LIBRARY_SOURCES = ("kernels/**/*.cu", "kernels/**/*.cpp", "state/*.cpp", "tensorrt/**/*.cpp")
 CHECKS = "alignment,bounds,shift,integer-divide-by-zero,null,signed-integer-overflow,float-cast-overflow"
 SANITIZE = (f"-fsanitize={CHECKS}",)
 
@@ -47,6 +47,18 @@ def cuda_include() -> Path:
     raise BuildError("no headers of a CUDA toolkit: pip install --no-deps -r requirements/cuda.txt, or set CUDA_HOME")
 
 
+def tensorrt_include() -> Path:
+    """TensorRT's headers, which its plugins need."""
+    named = os.environ.get("TENSORRT_INCLUDE_DIR")
+    found = [Path(named)] if named else []
+    found += [p / "kernel_lens/include/tensorrt" for p in map(Path, sys.path)]
+    found += sorted((ROOT / ".venv/lib").glob("python3*/site-packages/kernel_lens/include/tensorrt"))
+    for folder in found:
+        if (folder / "NvInferRuntime.h").is_file():
+            return folder
+    raise BuildError("no headers of TensorRT: pip install --no-deps -r requirements/cuda.txt")
+
+
 def version() -> str:
     """The package's version, which the library must have too."""
     for line in (ROOT / "pyproject.toml").read_text().splitlines():
@@ -63,7 +75,7 @@ def flags(level: str, extra: Sequence[str]) -> list[str]:
         "-DTSK_BUILT_FOR_HOPPER",
         *extra,
         *("-I", str(HERE / "include"), "-I", str(ROOT / "plugins"), "-I", str(OUT / "generated")),
-        *("-isystem", str(cuda_include())),
+        *("-isystem", str(cuda_include()), "-isystem", str(tensorrt_include())),
     ]
 
 

@@ -89,6 +89,9 @@ def test_a_slab_is_as_large_as_the_largest_region() -> None:
     make = Maker()
     pool = PinnedValuePool(5 * GIB, 2 * GIB + 1, make)
     assert [s.nbytes for s in make.slabs] == [2 * GIB + 4096] * 3
+    small = Maker()
+    PinnedValuePool(5 * GIB, 600 << 20, small)
+    assert [s.nbytes for s in small.slabs] == [1200 << 20] * 5
     assert pool.capacity == sum(s.nbytes for s in make.slabs)
     pool.close()
     pool.close()

@@ -50,6 +50,7 @@ class ScriptedState:
 
     def release(self, slot: int) -> None:
         del self.rows[slot]
+        self._maybe_fail("release")
 
     def length(self, slot: int) -> int:
         return int(self.rows[slot]["length"])
@@ -67,6 +68,7 @@ class ScriptedState:
         self.rows[slot]["sealed"] = True
 
     def statistics(self, slot: int) -> RowStatistics:
+        self._maybe_fail("statistics")
         return RowStatistics(sealed_tokens=self.rows[slot]["length"] * self.rows[slot]["sealed"])
 
 
@@ -382,6 +384,39 @@ def test_a_fault_ends_those_it_belongs_to(fault: str, ended: list[int]) -> None:
             assert isinstance(a.error.__cause__, Fault)  # type: ignore[union-attr]
         else:
             assert a.output_ids == expected(len(a.prompt_ids), a.max_tokens)
+
+
+@pytest.mark.parametrize("also", [set(), {"release"}])
+def test_a_device_that_has_failed_leaves_nobody_waiting(also: set[str]) -> None:
+    """Everything that is asked of it fails: the pass, then what is asked when its rows are released."""
+    s = scheduler()
+    made = [answer(5, 20) for _ in range(6)]
+    for a, _ in made:
+        s.add(a)
+    for _ in range(4):
+        s.step()
+    made[1][0].cancelled = True
+    state_of(s).fail = {"allocate", "context", "generation", "statistics", *also}
+    for _ in range(3):
+        s.step()
+        check_books(s)
+    assert [heard.ends for _, heard in made] == [1] * 6
+    assert {a.finish_reason for a, _ in made} <= {"error", "cancelled"}
+    assert not s.busy
+
+
+def test_all_fail_though_none_can_be_released() -> None:
+    s = scheduler(batch=3)
+    made = [answer(5, 20) for _ in range(5)]
+    for a, _ in made:
+        s.add(a)
+    for _ in range(4):
+        s.step()
+    state_of(s).fail = {"statistics", "release"}
+    s.fail_all(Fault("of the test"))
+    assert [(a.finish_reason, heard.ends) for a, heard in made] == [("error", 1)] * 5
+    assert not s.busy
+    check_books(s)
 
 
 def test_cancellation_at_every_step_of_a_life() -> None:

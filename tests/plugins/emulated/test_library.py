@@ -14,6 +14,7 @@ from tests.emulator.build import ROOT
 GPU = "tests/plugins/gpu"
 SHUFFLED = {"TSK_EMULATED_ORDER": "random1", "TSK_EMULATED_COPIES": "random"}
 SELECTION = {
+    "plugins": ({}, f"{GPU}/test_plugins.py", "sequence or pass"),
     "steps and prompts": ({}, f"{GPU}/test_reduced.py", "steps or prompt"),
     "both in another order": (SHUFFLED, f"{GPU}/test_reduced.py", "9"),
     "prompts": ({}, f"{GPU}/test_context.py", "stretches and 129 and (smollm2 or 96) or equal or outgrows"),

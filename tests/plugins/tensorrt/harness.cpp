@@ -395,12 +395,16 @@ HARNESS_API int32_t harness_on_shape_change(IPluginV3* plugin, int32_t inputs, i
     return runtimeOf(plugin)->onShapeChange(descs.data(), inputs, descs.data() + inputs, outputs);
 }
 
-// With null for all memory: a plugin that touches it, or launches anything, fails.
+// `addresses` null: null for all memory, so that a plugin that touches it, or launches anything, fails.
 HARNESS_API int32_t harness_enqueue(
-    IPluginV3* plugin, int32_t inputs, int32_t outputs, Tensor const* tensors, void* stream)
+    IPluginV3* plugin, int32_t inputs, int32_t outputs, Tensor const* tensors, void* const* addresses, void* stream)
 {
     std::vector<PluginTensorDesc> const descs = staticDescs(tensors, inputs + outputs);
-    std::vector<void*> const memory(inputs + outputs, nullptr);
+    std::vector<void*> memory(inputs + outputs, nullptr);
+    if (addresses != nullptr)
+    {
+        memory.assign(addresses, addresses + inputs + outputs);
+    }
     return runtimeOf(plugin)->enqueue(descs.data(), descs.data() + inputs, memory.data(), memory.data() + inputs,
         nullptr, static_cast<cudaStream_t>(stream));
 }

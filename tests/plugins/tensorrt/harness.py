@@ -215,9 +215,10 @@ class Plugin:
     def on_shape_change(self, tensors: Sequence[Tensor]) -> int:
         return int(self._api.harness_on_shape_change(self._plugin, *self._given(tensors)))
 
-    def enqueue(self, tensors: Sequence[Tensor], stream: int) -> int:
-        """enqueue, all memory being null."""
-        return int(self._api.harness_enqueue(self._plugin, *self._given(tensors), ctypes.c_void_p(stream)))
+    def enqueue(self, tensors: Sequence[Tensor], stream: int, addresses: Sequence[int] | None = None) -> int:
+        """enqueue; ``addresses`` of the tensors, None: all memory is null."""
+        memory = None if addresses is None else (ctypes.c_void_p * len(tensors))(*addresses)
+        return int(self._api.harness_enqueue(self._plugin, *self._given(tensors), memory, ctypes.c_void_p(stream)))
 
     def _given(self, tensors: Sequence[Tensor]) -> tuple[int, int, ctypes.Array[CTensor]]:
         """Inputs, outputs, and both: ``tensors`` has the outputs last."""
