@@ -150,7 +150,8 @@ class TensorRtExecutor:
                 chunks = RowPages.of(config, tokens, tokens, dense=False).chunks
                 region = GpuState.region_of(model, config, cuda.value_format, chunks)
                 make_slab = partial(PinnedSlab, device=self._device.index)
-                values = PinnedValuePool(host_memory, region, make_slab, progress)
+                most = rows * model.num_layers * region  # what all rows could use
+                values = PinnedValuePool(min(host_memory, most), region, make_slab, progress)
             return GpuState(cuda, values, capacity, self._own.handle)
         except BaseException:
             cuda.close()
