@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import atexit
 import threading
+import weakref
 from collections.abc import Sequence
 
 from trtllm_shadowkv.errors import RequestError, StateError
 from trtllm_shadowkv.runtime.scheduler import Scheduler
 from trtllm_shadowkv.runtime.sequence import Answer
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Threads that were told to end may still be freeing an engine, which the end of the interpreter must not cut off.
+
+    Registered first, so it runs last: those that were not told yet have been by then.
+    """
+    for thread in list(_threads):
+        if thread.is_alive():  # not in a process that was forked from theirs
+            thread.join()
 
 
 class Worker:
@@ -29,6 +43,7 @@ class Worker:
         # and waited for when the interpreter exits.
         self._thread = threading.Thread(target=self._run, name="trtllm_shadowkv", daemon=True)
         atexit.register(self.stop)
+        _threads.add(self._thread)
         self._thread.start()
 
     def submit(self, answers: Sequence[Answer]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trtllm_shadowkv import names
 from trtllm_shadowkv.config import RuntimeConfig, ShadowKVConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory
-from trtllm_shadowkv.errors import ConfigError, EngineError, require
+from trtllm_shadowkv.errors import ConfigError, EngineError, MissingDependencyError, require
 from trtllm_shadowkv.llm_settings import memory_budgets
 from trtllm_shadowkv.runtime.scheduler import Executor, Limits, Pool, Reserve
 from trtllm_shadowkv.runtime.value_pool import PinnedValuePool, ValuePool
@@ -78,7 +78,12 @@ def _tensorrt(engine: EngineDirectory, runtime: RuntimeConfig, config: ShadowKVC
     from trtllm_shadowkv.runtime.executors.tensorrt import TensorRtExecutor
 
     _, host = memory_budgets(runtime)
-    runner = TensorRtExecutor(engine, config, device_memory=runtime.device_memory, host_memory=host)
+    try:
+        runner = TensorRtExecutor(engine, config, device_memory=runtime.device_memory, host_memory=host)
+    except MissingDependencyError as e:
+        if not engine.has_onnx:
+            raise
+        raise MissingDependencyError(str(e), todo="the executor onnx_cpu runs this engine's ONNX graph instead") from e
     state, values = runner.state, runner.state.values
     capacity = state.capacity
     pools = (

@@ -138,3 +138,10 @@ def test_bars_are_shown_on_a_terminal_and_never_in_the_output(
     assert "/2500" in long.err
     assert "prompt" not in long.out
     assert cli("generate", cli_engine, "--prompt", "first", *PRINTABLE).err == ""  # too short to be worth a bar
+
+
+def test_an_executor_by_name(cli: Cli, cli_engine: Path) -> None:
+    arguments = ("generate", cli_engine, "--prompt", "first", *PRINTABLE)
+    assert cli(*arguments, "--executor", "onnx_cpu").out == cli(*arguments).out
+    assert "has no rank0.engine; expected an engine" in cli(*arguments, "--executor", "tensorrt").err
+    assert "executor is 'cpu'; expected 'onnx_cpu' or 'tensorrt'" in cli(*arguments, "--executor", "cpu").err

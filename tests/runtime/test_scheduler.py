@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -494,6 +497,32 @@ def test_a_worker_serves_what_it_is_given(worker: Worker) -> None:
     assert [a.output_ids for a in made] == [expected(len(a.prompt_ids), 5) for a in made]
     worker.submit([])
     worker.cancel(made)
+
+
+FREED_AT_EXIT = """
+import time
+from tests.runtime.test_scheduler import answer, scheduler
+from trtllm_shadowkv.runtime.worker import Worker
+
+class Slow:
+    def __del__(self):
+        time.sleep(0.5)
+        print("freed", flush=True)
+
+s = scheduler()
+s.executor.engine = Slow()
+worker = Worker(s, max_queue=5)
+worker.submit([answer(3, 5)[0]])
+worker.stop(wait=False)  # as a garbage collector does
+del s, worker
+time.sleep(0.2)
+"""
+
+
+def test_what_a_thread_frees_is_freed_before_the_interpreter_ends() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", FREED_AT_EXIT], cwd=root, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "freed\n", "")
 
 
 def test_a_queue_takes_all_or_none(worker: Worker) -> None:

@@ -23,6 +23,7 @@ def chat(
     attention: o.AttentionMode = None,
     budget: o.Budget = None,
     threads: o.Threads = None,
+    executor: o.ExecutorName = None,
     max_stretch: o.MaxStretch = None,
     dense_limit: o.DenseLimit = None,
     window: o.Window = None,
@@ -36,7 +37,7 @@ def chat(
     share = o.attention_params(attention, budget)
     messages = [{"role": "system", "content": system}] if system else []
     settings = {"threads": threads, "max_stretch": max_stretch, "dense_limit": dense_limit, "window": window}
-    with o.open_llm(engine_dir, **settings) as llm:
+    with o.open_llm(engine_dir, executor=executor, **settings) as llm:
         while line := _line():
             messages.append({"role": "user", "content": line})
             answer = ""

@@ -40,6 +40,7 @@ def generate(
     logprobs: Annotated[int | None, typer.Option(help="Alternatives to show for each token (with --json).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, with statistics.")] = False,
     threads: o.Threads = None,
+    executor: o.ExecutorName = None,
     max_stretch: o.MaxStretch = None,
     dense_limit: o.DenseLimit = None,
     window: o.Window = None,
@@ -60,7 +61,7 @@ def generate(
     share = o.attention_params(attention, budget)
     prompts = _prompts(prompt or [], prompt_file or [], lines)
     settings = {"threads": threads, "max_stretch": max_stretch, "dense_limit": dense_limit, "window": window}
-    with o.open_llm(engine_dir, **settings) as llm:
+    with o.open_llm(engine_dir, executor=executor, **settings) as llm:
         if len(prompts) == 1 and n == 1 and not as_json:
             for delta in o.shown(llm.generate_async(prompts[0], params, attention=share)):
                 typer.echo(delta.text, nl=False)

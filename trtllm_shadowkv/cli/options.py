@@ -27,6 +27,9 @@ Seed = Annotated[int | None, typer.Option(rich_help_panel=_SAMPLING, help="Makes
 Stop = Annotated[list[str] | None, typer.Option(rich_help_panel=_SAMPLING, help="Text that ends the answer.")]
 AttentionMode = Annotated[str | None, typer.Option(help="dense, or shadowkv as built.")]
 Budget = Annotated[int | None, typer.Option(help="Chunks a KV head selects; else as built.")]
+ExecutorName = Annotated[
+    str | None, typer.Option("--executor", rich_help_panel=_ENGINE, help="onnx_cpu or tensorrt; else as the engine is.")
+]
 Threads = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Threads; else one a core.")]
 MaxStretch = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Prompt tokens in one pass.")]
 DenseLimit = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Tokens up to which a row is dense.")]
