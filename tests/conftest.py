@@ -103,3 +103,14 @@ def demo_tokens(demo_model: Path, real_text: str) -> list[int]:
     ids: list[int] = AutoTokenizer.from_pretrained(demo_model)(real_text[:20_000]).input_ids[:1000]
     assert len(ids) == 1000
     return ids
+
+
+@pytest.fixture
+def rtx() -> None:
+    """Skips where TensorRT-RTX or the plugin library is not there."""
+    from trtllm_shadowkv import library
+
+    if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
+        pytest.skip("no TensorRT-RTX (pip install --no-deps -r requirements/tensorrt.txt)")
+    if library.find() is None:
+        pytest.skip("no plugin library (make test compiles it)")

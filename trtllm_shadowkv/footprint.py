@@ -55,6 +55,11 @@ def paged(tokens: int, page: int) -> int:
     return -(-tokens // page) * page
 
 
+def window_pages(window: int) -> int:
+    """Live pages of a sealed row: its window is ``window`` + C − 1 tokens at most, from any chunk of a page on."""
+    return (PAGE_TOKENS + window - 2) // PAGE_TOKENS + 1
+
+
 def sequence_bytes(
     shape: Shape,
     kv: ShadowKVConfig,
@@ -97,15 +102,13 @@ def sequence_bytes(
     heads = shape.num_kv_heads * shape.num_layers
     scales = slots * heads * SCALE_BYTES * ((landmark_bytes == 1) + (value_bytes == 1))
     centre = per_token * SCALE_BYTES if landmark_bytes == 1 else 0
-    # The window is window + C - 1 tokens at most and may begin at the last chunk of a page.
-    window_pages = (PAGE_TOKENS + kv.window - 2) // PAGE_TOKENS + 1
     return SequenceBytes(
         factor_a=slots * c * rank * shape.num_layers * element_bytes,
         factor_b=rank * per_token * element_bytes,
         landmarks=slots * per_token * landmark_bytes,
         outliers=min(kv.outliers, chunks) * c * pair,
         cache=min(kv.cache_factor * kv.top_k, chunks) * c * per_token * (element_bytes + value_bytes),
-        live=window_pages * PAGE_TOKENS * pair,
+        live=window_pages(kv.window) * PAGE_TOKENS * pair,
         scales=scales + centre,
         values=chunks * c * per_token * value_bytes,
         prefill=paged(max(prompt, int(min(tokens, kv.limit))), PAGE_TOKENS) * pair,

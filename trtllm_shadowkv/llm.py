@@ -65,9 +65,9 @@ class LLM:
         self.runtime, self.config = merged_settings(
             self.engine, RuntimeConfig() if runtime is None else runtime, settings
         )
-        chosen(executor, self.engine)
+        which = chosen(executor, self.engine)
         self.tokenizer = Tokenizer.of(self.engine, tokenizer)
-        opened = open_executor(self.engine, self.runtime, self.config, executor)
+        opened = open_executor(self.engine, self.runtime, self.config, which)
         self.value_pool = opened.values
         self._scheduler = Scheduler(opened.executor, opened.limits, opened.reserve)
         self._worker = Worker(self._scheduler, self.runtime.max_queue)

@@ -19,6 +19,15 @@ template <typename... P, typename... A>
 cudaError_t launchEarly(bool isEarly, void (*kernel)(P...), dim3 grid, int32_t threads, int32_t sharedBytes,
     cudaStream_t stream, A const&... arguments)
 {
+    if (sharedBytes > 0) // with what is static in the kernel it may be more than a launch gets unasked
+    {
+        cudaError_t const error
+            = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sharedBytes);
+        if (error != cudaSuccess)
+        {
+            return error;
+        }
+    }
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

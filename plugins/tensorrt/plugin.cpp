@@ -55,6 +55,29 @@ void requireSizes(Tensor const& tensor, Dims const& dims)
     requireSizes(tensor, dims.nbDims, [&](int32_t i) { return dims.d[i]; });
 }
 
+// Nothing may be thrown into TensorRT: false, and a line in its log that begins with what `where` returns.
+template <typename Where, typename Body>
+bool isDone(Where const& where, Body&& body) noexcept
+{
+    try
+    {
+        try
+        {
+            body();
+            return true;
+        }
+        catch (std::exception const& e)
+        {
+            logError(where() + ": " + e.what());
+        }
+    }
+    catch (...)
+    {
+        logError("a plugin of trtllm_shadowkv failed, and there is no memory to say how");
+    }
+    return false;
+}
+
 } // namespace
 
 Plugin::Plugin(Op const& op, Attributes const& attributes, TensorRTPhase phase)
@@ -76,27 +99,10 @@ void Plugin::requireCounts(int32_t inputs, int32_t outputs) const
         "number of outputs", outputs, static_cast<int64_t>(mOutputs.size()), static_cast<int64_t>(mOutputs.size()));
 }
 
-// Nothing may be thrown into TensorRT: false, and a line in its log.
 template <typename Body>
 bool Plugin::succeeds(Body&& body) const noexcept
 {
-    try
-    {
-        try
-        {
-            body();
-            return true;
-        }
-        catch (std::exception const& e)
-        {
-            logError(std::string(mOp.name) + ", layer " + std::to_string(mAttributes.layer) + ": " + e.what());
-        }
-    }
-    catch (...)
-    {
-        logError("a plugin of trtllm_shadowkv failed, and there is no memory to say how");
-    }
-    return false;
+    return isDone([&] { return std::string(mOp.name) + ", layer " + std::to_string(mAttributes.layer); }, body);
 }
 
 IPluginCapability* Plugin::getCapabilityInterface(PluginCapabilityType type) noexcept
@@ -324,23 +330,14 @@ PluginFieldCollection const* Creator::getFieldNames() noexcept
 IPluginV3* Creator::createPlugin(
     AsciiChar const* name, PluginFieldCollection const* fields, TensorRTPhase phase) noexcept
 {
-    try
-    {
-        try
+    Plugin* plugin = nullptr;
+    isDone([&] { return std::string(mOp.name) + " '" + (name == nullptr ? "" : name) + "'"; },
+        [&]
         {
             requireThat(fields != nullptr, "no attributes", "those of the op");
-            return new Plugin(mOp, attributesOf(*fields), phase);
-        }
-        catch (std::exception const& e)
-        {
-            logError(std::string(mOp.name) + " '" + (name == nullptr ? "" : name) + "': " + e.what());
-        }
-    }
-    catch (...)
-    {
-        logError("a plugin of trtllm_shadowkv failed, and there is no memory to say how");
-    }
-    return nullptr;
+            plugin = new Plugin(mOp, attributesOf(*fields), phase);
+        });
+    return plugin;
 }
 
 } // namespace trtllm_shadowkv::tensorrt

@@ -8,7 +8,7 @@ from typing import Any
 
 from trtllm_shadowkv.config import PAGE_TOKENS, ShadowKVConfig
 from trtllm_shadowkv.errors import ConfigError, GenerationError
-from trtllm_shadowkv.footprint import SEALED_PAGE_TOKENS
+from trtllm_shadowkv.footprint import SEALED_PAGE_TOKENS, window_pages
 from trtllm_shadowkv.models import ModelConfig
 from trtllm_shadowkv.runtime.cuda_state import CudaState
 from trtllm_shadowkv.runtime.state import Footprint, PassKind, RowStatistics
@@ -38,7 +38,7 @@ class RowPages:
         """As ``plugins/state/row_book.cpp`` reserves them."""
         if dense or total_tokens <= config.limit:
             return cls(-(-total_tokens // PAGE_TOKENS), 0, 0, 0)
-        kept = (config.window + PAGE_TOKENS - 2) // PAGE_TOKENS + 1
+        kept = window_pages(config.window)
         live = -(-int(max(prompt_tokens, min(total_tokens, config.limit))) // PAGE_TOKENS)
         chunks = config.sealed_chunks(total_tokens + 1)
         return cls(max(live, kept), kept, -(-chunks * config.chunk_size // SEALED_PAGE_TOKENS), chunks)

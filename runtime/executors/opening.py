@@ -46,15 +46,12 @@ def chosen(executor: str | None, engine: EngineDirectory) -> str:
     return executor or ("tensorrt" if engine.has_engine else "onnx_cpu")
 
 
-def open_executor(
-    engine: EngineDirectory, runtime: RuntimeConfig, config: ShadowKVConfig, executor: str | None
-) -> Opened:
-    """Load an engine.
+def open_executor(engine: EngineDirectory, runtime: RuntimeConfig, config: ShadowKVConfig, which: str) -> Opened:
+    """Load an engine on the executor that :func:`chosen` named.
 
     Raises:
         ConfigError, EngineError, MissingDependencyError: it cannot run here; the message says why.
     """
-    which = chosen(executor, engine)
     _log.info("%s runs on the executor %s", engine.path, which)
     return _tensorrt(engine, runtime, config) if which == "tensorrt" else _onnx_cpu(engine, runtime, config)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -43,14 +42,6 @@ FULL = replace(RTX, backend="tensorrt", compute_capabilities=())
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 64, the smallest that the plugins have."""
     return write_tiny(tmp_path_factory.mktemp("model") / "tiny", head_dim=64)
-
-
-@pytest.fixture
-def rtx() -> None:
-    if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
-        pytest.skip("no TensorRT-RTX (pip install --no-deps -r requirements/tensorrt.txt)")
-    if library.find() is None:
-        pytest.skip("no plugin library (make test compiles it)")
 
 
 def listed(engine: EngineDirectory) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 
 from tests.cli.conftest import Cli
 from tests.tiny_models import write_tiny
-from trtllm_shadowkv import library
 from trtllm_shadowkv.config import BuildConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory
 
@@ -133,14 +131,6 @@ def test_a_bar_is_shown_on_a_terminal(cli: Cli, model: Path, tmp_path: Path, mon
     outcome = cli("build", "--model-dir", model, "--output-dir", tmp_path / "e")
     assert "weights: 100%" in outcome.err
     assert "weights" not in outcome.out
-
-
-@pytest.fixture
-def rtx() -> None:
-    if importlib.util.find_spec("tensorrt_rtx_bindings") is None:
-        pytest.skip("no TensorRT-RTX (pip install --no-deps -r requirements/tensorrt.txt)")
-    if library.find() is None:
-        pytest.skip("no plugin library (make test compiles it)")
 
 
 RTX = ("--backend", "tensorrt-rtx", "--dtype", "bfloat16", "--compute-capability", "80", "--compute-capability", "120")

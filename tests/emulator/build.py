@@ -27,6 +27,7 @@ EMULATOR = sorted(HERE.glob("*.cpp"))
 FAST = {"barriers.cpp", "fibers.cpp", "products.cpp", "shared_memory.cpp", "tensor_cores.cpp"}
 LIBRARY_SOURCES = ("kernels/**/*.cu", "kernels/**/*.cpp", "state/*.cpp", "tensorrt/**/*.cpp")
 CHECKS = "alignment,bounds,shift,integer-divide-by-zero,null,signed-integer-overflow,float-cast-overflow"
+TENSORRT_FOLDERS = ("/usr/include/x86_64-linux-gnu", "/usr/local/tensorrt/include")
 SANITIZE = (f"-fsanitize={CHECKS}",)
 
 
@@ -38,25 +39,28 @@ def cuda_include() -> Path:
     """The headers of the CUDA toolkit."""
     named = os.environ.get("CUDA_HOME")
     found = [Path(named) / "include"] if named else []
-    found += [p / "nvidia/cu13/include" for p in map(Path, sys.path)]
-    found += sorted((ROOT / ".venv/lib").glob("python3*/site-packages/nvidia/cu13/include"))
-    found += [Path("/usr/local/cuda/include")]
-    for folder in found:
-        if (folder / "cuda_fp8.h").is_file():
-            return folder
-    raise BuildError("no headers of a CUDA toolkit: pip install --no-deps -r requirements/cuda.txt, or set CUDA_HOME")
+    found += [*_in_packages("nvidia/cu13/include"), Path("/usr/local/cuda/include")]
+    return _folder_with("cuda_fp8.h", found, "a CUDA toolkit", "CUDA_HOME")
 
 
 def tensorrt_include() -> Path:
-    """TensorRT's headers, which its plugins need."""
+    """TensorRT's headers, which its plugins need; looked for as CMake looks for them."""
     named = os.environ.get("TENSORRT_INCLUDE_DIR")
     found = [Path(named)] if named else []
-    found += [p / "kernel_lens/include/tensorrt" for p in map(Path, sys.path)]
-    found += sorted((ROOT / ".venv/lib").glob("python3*/site-packages/kernel_lens/include/tensorrt"))
-    for folder in found:
-        if (folder / "NvInferRuntime.h").is_file():
+    found += [*_in_packages("kernel_lens/include/tensorrt"), *map(Path, TENSORRT_FOLDERS)]
+    return _folder_with("NvInfer.h", found, "TensorRT", "TENSORRT_INCLUDE_DIR")
+
+
+def _in_packages(folder: str) -> list[Path]:
+    installed = sorted((ROOT / ".venv/lib").glob(f"python3*/site-packages/{folder}"))
+    return [*(p / folder for p in map(Path, sys.path)), *installed]
+
+
+def _folder_with(file: str, folders: Sequence[Path], what: str, variable: str) -> Path:
+    for folder in folders:
+        if (folder / file).is_file():
             return folder
-    raise BuildError("no headers of TensorRT: pip install --no-deps -r requirements/cuda.txt")
+    raise BuildError(f"no headers of {what}: pip install --no-deps -r requirements/cuda.txt, or set {variable}")
 
 
 def version() -> str:

@@ -213,11 +213,6 @@ cudaError_t attendStretch(
             constexpr int32_t kSIZE = decltype(size)::value;
             constexpr int32_t kBYTES = StretchShared<kSIZE>::kBYTES;
             auto const kernel = attendStretchKernel<T, kSIZE>;
-            cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBYTES);
-            if (error != cudaSuccess)
-            {
-                return error;
-            }
             return launch(kernel, partBlocks(view, stretch), kTHREADS, kBYTES, stream, view, layer, stretch,
                 static_cast<T const*>(q), static_cast<T*>(out));
         });

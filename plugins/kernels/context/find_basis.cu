@@ -113,10 +113,6 @@ struct Launches
     template <typename... P, typename... A>
     void add(void (*kernel)(P...), int32_t x, int32_t y, int32_t threads, int32_t bytes, A const&... arguments)
     {
-        if (error == cudaSuccess && bytes > 48 * 1024)
-        {
-            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        }
         if (error == cudaSuccess)
         {
             dim3 const grid(static_cast<uint32_t>(x), static_cast<uint32_t>(y), layers);

@@ -238,11 +238,6 @@ cudaError_t projectPrompt(View const& view, Seal const& seal, cudaStream_t strea
             int32_t const blockUnits = (units + parts - 1) / parts;
             auto const kernel = units % kMAX_UNITS == 0 ? projectKernel<T, kD, true> : projectKernel<T, kD, false>;
             constexpr int32_t kBYTES = kSTAGES * kSTAGE_BYTES;
-            cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBYTES);
-            if (error != cudaSuccess)
-            {
-                return error;
-            }
             int32_t const tokens = seal.chunks * view.chunkSize;
             dim3 const grid(static_cast<uint32_t>((tokens + kBLOCK_TOKENS - 1) / kBLOCK_TOKENS),
                 static_cast<uint32_t>(parts), static_cast<uint32_t>(seal.layerEnd - seal.layerBegin));

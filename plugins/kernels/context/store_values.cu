@@ -160,7 +160,7 @@ cudaError_t storeValues(
     bool const isE4m3 = view.valueFormat == Format::kE4M3;
     // Half of a multiprocessor's, of which every block takes a little more: no two blocks share one.
     int32_t sharedBytes = 0;
-    cudaError_t error = attributeOfDevice(cudaDevAttrMaxSharedMemoryPerMultiprocessor, sharedBytes);
+    cudaError_t const error = attributeOfDevice(cudaDevAttrMaxSharedMemoryPerMultiprocessor, sharedBytes);
     sharedBytes /= 2;
     if (error != cudaSuccess)
     {
@@ -171,11 +171,6 @@ cudaError_t storeValues(
         {
             constexpr int32_t kSIZE = decltype(size)::value;
             auto const kernel = isE4m3 ? storeE4m3Kernel<decltype(tag), kSIZE> : storeKernel<kSIZE>;
-            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sharedBytes);
-            if (error != cudaSuccess)
-            {
-                return error;
-            }
             dim3 const grid(static_cast<uint32_t>(isE4m3 ? kE4M3_BLOCKS : kBLOCKS));
             return launch(kernel, grid, isE4m3 ? kE4M3_THREADS : kTHREADS, sharedBytes, stream, view,
                 Target{layer, slot, valueStride, begin, end});

@@ -364,12 +364,6 @@ template <int32_t kVECTOR>
 cudaError_t launchSelect(View const& view, int32_t layer, int32_t* selection, int32_t begin, int32_t end,
     int32_t sharedBytes, bool isAfterScore, cudaStream_t stream)
 {
-    cudaError_t const error
-        = cudaFuncSetAttribute(selectKernel<kVECTOR>, cudaFuncAttributeMaxDynamicSharedMemorySize, sharedBytes);
-    if (error != cudaSuccess)
-    {
-        return error;
-    }
     dim3 const grid(static_cast<uint32_t>(view.kvHeads), static_cast<uint32_t>(end - begin));
     return launchEarly(view.startsEarly && isAfterScore, selectKernel<kVECTOR>, grid, kTHREADS, sharedBytes, stream,
         view, layer, selection, begin);

@@ -6,13 +6,12 @@ harness.cpp is compiled against TensorRT's headers, which are looked for as CMak
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import subprocess
-import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from tests.emulator import build
 from tests.plugins.tensorrt.kinds import (
     CField,
     Creator,
@@ -28,7 +27,6 @@ from tests.plugins.tensorrt.kinds import (
 )
 
 SOURCE = Path(__file__).with_name("harness.cpp")
-SYSTEM_FOLDERS = ("/usr/include/x86_64-linux-gnu", "/usr/local/tensorrt/include")
 
 
 class HeadersMissing(Exception):
@@ -45,17 +43,10 @@ def include_folders() -> list[Path]:
     Raises:
         HeadersMissing: there are none.
     """
-    packages = Path(sysconfig.get_path("purelib"))
-    named = os.environ.get("TENSORRT_INCLUDE_DIR")
-    places = [Path(named)] if named else []
-    places += [packages / "kernel_lens/include/tensorrt", *map(Path, SYSTEM_FOLDERS)]
-    tensorrt = next((p for p in places if (p / "NvInfer.h").is_file()), None)
-    if tensorrt is None:
-        raise HeadersMissing("no headers of TensorRT: pip install --no-deps -r requirements/cuda.txt")
-    for cuda in (packages / "nvidia/cu13/include", Path("/usr/local/cuda/include")):
-        if (cuda / "cuda_runtime_api.h").is_file():
-            return [tensorrt, cuda]
-    raise HeadersMissing("no headers of CUDA: pip install --no-deps -r requirements/cuda.txt")
+    try:
+        return [build.tensorrt_include(), build.cuda_include()]
+    except build.BuildError as e:
+        raise HeadersMissing(str(e)) from e
 
 
 def compile_harness(folder: Path) -> Path:
