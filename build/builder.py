@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trtllm_shadowkv import names
 from trtllm_shadowkv.build import manifest, tensorrt_engine
-from trtllm_shadowkv.build.llama_graph import Weight, build_graph, weights
+from trtllm_shadowkv.build.engine_files import check_graph, layout, write_config, write_graph
 from trtllm_shadowkv.build.whole_directory import whole_directory
 from trtllm_shadowkv.checkpoint import Checkpoint, to_dtype, tokenizer_files
 from trtllm_shadowkv.config import Backend, BuildConfig
@@ -21,8 +21,6 @@ from trtllm_shadowkv.errors import CheckpointError, ConfigError, EngineError, Mi
 from trtllm_shadowkv.json_reader import JsonReader
 from trtllm_shadowkv.models import ModelConfig
 
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_ALIGNMENT = 4096  # of a weight in its file: a page, so that it can be mapped
 _GRAPH_BYTES = 4 << 20  # more than graph, configuration and manifest take
 
 Progress = Callable[[int, int], None]
@@ -78,10 +76,10 @@ def build_engine(
         needed += sum(file.stat().st_size for file in copied)
         with whole_directory(output, needed) as partial:
             _write_onnx(partial, checkpoint, build, progress)
-            _write_config(partial, model, build)
+            write_config(partial, model, build)
             for file in copied:
                 shutil.copyfile(file, partial / file.name)
-            _check_graph(partial, model, build.dtype)
+            check_graph(partial, model, build.dtype)
             if target is not None:
                 target.compile(partial, build, progress=compiling, verbose=verbose)
             if engine_only:
@@ -123,14 +121,14 @@ def refresh_engine(
     with whole_directory(path, needed) as partial:
         engine = _with_onnx(EngineDirectory.open(path, whole=True))
         build = replace(engine.build, backend=build.backend, compute_capabilities=build.compute_capabilities)
-        _check_graph(path, engine.model, engine.build.dtype)
+        check_graph(path, engine.model, engine.build.dtype)
         for name in engine.files:
             if name != names.ENGINE_FILE:
                 os.link(path / name, partial / name)  # the weights' bytes stay where they are
-        graph = build_graph(engine.model, engine.build.shadowkv, engine.build.dtype)
-        _write_graph(partial, graph, engine.model, engine.build.dtype)
-        _write_config(partial, engine.model, build)
-        _check_graph(partial, engine.model, engine.build.dtype)
+        places = layout(engine.model, build.dtype)
+        write_graph(partial, engine.model, build, {weight.name: place for weight, place in places})
+        write_config(partial, engine.model, build)
+        check_graph(partial, engine.model, engine.build.dtype)
         if target is not None:
             target.compile(partial, build, progress=compiling, verbose=verbose)
         manifest.write(partial, **({} if target is None else target.record))
@@ -159,7 +157,7 @@ def verify_engine(engine_dir: str | Path) -> EngineDirectory:
     engine = EngineDirectory.open(engine_dir, whole=True)
     if engine.has_onnx:
         require("onnx", "cpu")
-        _check_graph(engine.path, engine.model, engine.build.dtype)
+        check_graph(engine.path, engine.model, engine.build.dtype)
     return engine
 
 
@@ -246,85 +244,22 @@ def _end_tokens(model_dir: Path, model: ModelConfig) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _layout(model: ModelConfig, dtype: str) -> Iterator[tuple[Weight, int, int]]:
-    """Each weight with its offset and size in the weights file, in bytes."""
-    offset = 0
-    for weight in weights(model):
-        size = prod(weight.shape) * ITEM_BYTES[dtype]
-        yield weight, offset, size
-        offset += -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _place(offset: int, size: int) -> dict[str, str]:
-    """A tensor's bytes, in the words of ONNX's external data."""
-    return {"location": names.WEIGHTS_FILE, "offset": str(offset), "length": str(size)}
-
-
 def _bytes_needed(model: ModelConfig, dtype: str) -> int:
-    return sum(size + _ALIGNMENT for _, _, size in _layout(model, dtype)) + _GRAPH_BYTES
+    return layout(model, dtype)[-1][1].next_offset + _GRAPH_BYTES
 
 
 def _write_onnx(directory: Path, checkpoint: Checkpoint, build: BuildConfig, progress: Progress | None) -> None:
-    total = sum(size for _, _, size in _layout(checkpoint.config, build.dtype))
+    places = layout(checkpoint.config, build.dtype)
+    total = sum(place.size for _, place in places)
     done = 0
     with (directory / names.WEIGHTS_FILE).open("wb") as file:
-        for weight, offset, size in _layout(checkpoint.config, build.dtype):
-            file.seek(offset)
+        for weight, place in places:
+            file.seek(place.offset)
             for source in weight.sources:  # one tensor at a time is in memory
                 array, dtype = checkpoint.read(source)
                 to_dtype(array, dtype, build.dtype, source).tofile(file)
-            assert file.tell() == offset + size
-            done += size
+            assert file.tell() == place.offset + place.size
+            done += place.size
             if progress is not None:
                 progress(done, total)
-    graph = build_graph(checkpoint.config, build.shadowkv, build.dtype)
-    _write_graph(directory, graph, checkpoint.config, build.dtype)
-
-
-def _write_config(directory: Path, model: ModelConfig, build: BuildConfig) -> None:
-    # It may be a link to the file of the engine that is refreshed.
-    (directory / names.CONFIG_FILE).unlink(missing_ok=True)
-    text = json.dumps(engine_config(model, build), indent=2)
-    (directory / names.CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def _write_graph(directory: Path, graph: object, model: ModelConfig, dtype: str) -> None:
-    """Point the graph's initializers into the weights file and write it."""
-    from onnx import ModelProto, TensorProto
-
-    assert isinstance(graph, ModelProto)
-    tensors = {t.name: t for t in graph.graph.initializer}
-    for weight, offset, size in _layout(model, dtype):
-        tensor = tensors[weight.name]
-        tensor.data_location = TensorProto.EXTERNAL
-        for key, value in _place(offset, size).items():
-            tensor.external_data.add(key=key, value=value)
-    (directory / names.ONNX_FILE).unlink(missing_ok=True)
-    (directory / names.ONNX_FILE).write_bytes(graph.SerializeToString())
-
-
-def _check_graph(directory: Path, model: ModelConfig, dtype: str) -> None:
-    """Compare where the graph finds its weights with where they lie, and have ``onnx.checker`` look at the rest.
-
-    The checker would refuse the directory for its weights where they have a second name, as in a refresh or a backup
-    of hard links: it is given the graph alone.
-    """
-    import onnx
-
-    path = directory / names.ONNX_FILE
-    try:
-        proto = onnx.load(str(path), load_external_data=False)
-        weights_here = [t for t in proto.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
-        where = [(t.name, {e.key: e.value for e in t.external_data}) for t in weights_here]
-        for tensor in weights_here:
-            proto.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-            proto.graph.initializer.remove(tensor)
-        onnx.checker.check_model(proto, full_check=True)
-    except Exception as e:  # neither protobuf nor the checker has an error class to name
-        reason = " ".join(str(e).split())[:400]
-        raise EngineError(f"onnx.checker refuses {path}: {reason}", todo="build the engine again") from e
-    if where != [(w.name, _place(offset, size)) for w, offset, size in _layout(model, dtype)]:
-        raise EngineError(
-            f"{path} does not hold the weights of this model as this version lays them out",
-            todo="build the engine again",
-        )
+    write_graph(directory, checkpoint.config, build, {weight.name: place for weight, place in places})

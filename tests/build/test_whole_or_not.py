@@ -94,7 +94,7 @@ def test_a_build_killed_half_way_leaves_nothing_that_loads(
 WRITTEN = [
     *[("pathlib:Path.open", n) for n in (1, 4)],
     ("trtllm_shadowkv.build.builder.to_dtype", 9),
-    ("trtllm_shadowkv.build.builder._write_config", 1),
+    ("trtllm_shadowkv.build.builder.write_config", 1),
     ("shutil.copyfile", 1),
     ("trtllm_shadowkv.build.builder._check_graph", 1),
     ("trtllm_shadowkv.build.manifest.write", 1),
@@ -137,7 +137,7 @@ def test_an_engine_moved_aside_by_a_killed_build_comes_back_even_if_the_next_bui
     ("where", "count"),
     [
         ("os.link", 2),
-        ("trtllm_shadowkv.build.builder._write_graph", 1),
+        ("trtllm_shadowkv.build.builder.write_graph", 1),
         ("trtllm_shadowkv.build.builder._check_graph", 1),
         ("pathlib:Path.rename", 1),
         ("shutil.rmtree", 1),
@@ -163,7 +163,7 @@ def test_an_interrupt_leaves_what_was_there(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for where in ("trtllm_shadowkv.build.builder._write_config", "trtllm_shadowkv.build.builder.manifest.write"):
+    for where in ("trtllm_shadowkv.build.builder.write_config", "trtllm_shadowkv.build.builder.manifest.write"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(where, interrupted)
             refresh_engine(before.path) if call == "refresh" else build_engine(tiny_model, before.path, SMALL)

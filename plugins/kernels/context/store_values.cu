@@ -13,7 +13,7 @@ namespace
 constexpr int32_t kTHREADS = 384;
 constexpr int32_t kBLOCKS = 2;
 constexpr int32_t kE4M3_THREADS = 512; // whose warps wait longer for what they store
-constexpr int32_t kE4M3_BLOCKS = 9;
+constexpr int32_t kE4M3_BLOCKS = 10;
 constexpr int32_t kLOADS = 8; // 16-byte loads a lane keeps in flight
 constexpr uint32_t kTILE = 32 * kLOADS;
 constexpr uint32_t kPIECE = 16;    // bytes
