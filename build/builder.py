@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 from trtllm_shadowkv import names
@@ -16,7 +15,7 @@ from trtllm_shadowkv.build.engine_files import check_graph, layout, write_config
 from trtllm_shadowkv.build.whole_directory import whole_directory
 from trtllm_shadowkv.checkpoint import Checkpoint, to_dtype, tokenizer_files
 from trtllm_shadowkv.config import Backend, BuildConfig
-from trtllm_shadowkv.engine_directory import EngineDirectory, engine_config
+from trtllm_shadowkv.engine_directory import EngineDirectory
 from trtllm_shadowkv.errors import CheckpointError, ConfigError, EngineError, MissingDependencyError, require
 from trtllm_shadowkv.json_reader import JsonReader
 from trtllm_shadowkv.models import ModelConfig
