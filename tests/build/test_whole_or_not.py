@@ -96,7 +96,7 @@ WRITTEN = [
     ("trtllm_shadowkv.build.builder.to_dtype", 9),
     ("trtllm_shadowkv.build.builder.write_config", 1),
     ("shutil.copyfile", 1),
-    ("trtllm_shadowkv.build.builder._check_graph", 1),
+    ("trtllm_shadowkv.build.builder.check_graph", 1),
     ("trtllm_shadowkv.build.manifest.write", 1),
     ("pathlib:Path.rename", 1),
     ("pathlib:Path.rename", 2),
@@ -138,7 +138,7 @@ def test_an_engine_moved_aside_by_a_killed_build_comes_back_even_if_the_next_bui
     [
         ("os.link", 2),
         ("trtllm_shadowkv.build.builder.write_graph", 1),
-        ("trtllm_shadowkv.build.builder._check_graph", 1),
+        ("trtllm_shadowkv.build.builder.check_graph", 1),
         ("pathlib:Path.rename", 1),
         ("shutil.rmtree", 1),
     ],
