@@ -1,13 +1,16 @@
 # make demo    from a fresh clone to a long prompt answered on the CPU
 # make test    everything CI checks
 # make venv    only the virtual environment, with what builds the package
-# make test-gpu, sanitize-gpu, bench-kernels, bench-context    on a machine with a GPU: its CMake and CUDA toolkit, and PYTHON's torch and pytest
+# make test-gpu, sanitize-gpu    on a machine with a GPU: its CMake and CUDA toolkit, and PYTHON's torch and pytest
+# make bench-gpu, bench-kernels, bench-context    there, the measurements in docs/results
 #
 # PYTHON=python3.12 VENV=.venv INSTALLER=auto|uv|pip PYTEST="-n 10" (of test-gpu, with pytest-xdist)
+# PACKED=out/tensorrt-tests (what scripts/pack_tensorrt.sh --tests made, used on a GPU where it is there; none: PACKED=)
 
 PYTHON ?= python3
 VENV ?= .venv
 INSTALLER ?= auto
+PACKED ?= out/tensorrt-tests
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -23,10 +26,10 @@ editable := $(bin)/python -m pip install --quiet --no-deps --no-build-isolation 
 packaging := pyproject.toml CMakeLists.txt trtllm_shadowkv/names.py $(wildcard cmake/*)
 native := $(shell find plugins -type f)
 
-.PHONY: help venv demo test test-gpu sanitize-gpu bench-kernels bench-context check
+.PHONY: help venv demo test test-gpu sanitize-gpu bench-gpu bench-kernels bench-context check
 
 help:
-	@sed -n 's/^# \(make\|PYTHON\)/\1/p' Makefile
+	@sed -n 's/^# \(make\|PYTHON\|PACKED\)/\1/p' Makefile
 
 venv: $(done)/build
 
@@ -42,13 +45,29 @@ test: $(done)/test $(done)/demo $(done)/compiled $(done)/tensorrt $(done)/packed
 
 # The library for this machine's GPU alone, unless TRTLLM_SHADOWKV_LIBRARY names one.
 gpu_library = $(or $(TRTLLM_SHADOWKV_LIBRARY),$(CURDIR)/out/gpu/plugins/libtrtllm_shadowkv.so)
-on_gpu = TRTLLM_SHADOWKV_LIBRARY=$(gpu_library) $(PYTHON) -m
+
+# TensorRT and its headers: the packed folder's where it is there, else what the environment has.
+packed := $(abspath $(PACKED))
+ifneq ($(and $(packed),$(wildcard $(packed)/lib)),)
+    packed_lib := LD_LIBRARY_PATH='$(packed)/lib'$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}
+    packed_site := PYTHONPATH='$(packed)/site'$${PYTHONPATH:+:$$PYTHONPATH}
+    packed_header := $(wildcard $(packed)/include/NvInferRuntime.h)
+    packed_include := $(if $(packed_header),TENSORRT_INCLUDE_DIR='$(packed)/include')
+endif
+gpu_environment = $(strip TRTLLM_SHADOWKV_LIBRARY=$(gpu_library) $(packed_lib) $(packed_site))
+on_gpu = $(gpu_environment) $(PYTHON) -m
+
+# Tests share the engines that they compile, also with those that want the GPU for themselves.
+test_engines := $(CURDIR)/out/test-engines
 
 test-gpu: $(gpu_library) | check
-	$(on_gpu) pytest -q -m gpu $(PYTEST)
+	rm -rf $(test_engines) && mkdir -p $(test_engines)
+	TRTLLM_SHADOWKV_TEST_ENGINES=$(test_engines) $(on_gpu) pytest -q -rs -m "gpu and not alone" $(PYTEST)
+	TRTLLM_SHADOWKV_TEST_ENGINES=$(test_engines) $(on_gpu) pytest -q -rs -m "gpu and alone"
+	rm -rf $(test_engines)
 
 # memcheck and racecheck watch our kernels alone; initcheck has to see who else writes memory. The first fault ends it.
-sanitize = TRTLLM_SHADOWKV_LIBRARY=$(gpu_library) compute-sanitizer --error-exitcode 9 --tool
+sanitize = $(gpu_environment) compute-sanitizer --error-exitcode 9 --tool
 reduced = $(PYTHON) -m pytest -q -p no:cacheprovider tests/plugins/gpu/test_reduced.py
 
 sanitize-gpu: $(gpu_library) | check
@@ -56,14 +75,17 @@ sanitize-gpu: $(gpu_library) | check
 	$(sanitize) racecheck --kernel-regex kns=trtllm_shadowkv $(reduced)
 	$(sanitize) initcheck $(reduced)
 
+bench-gpu: $(gpu_library) | check
+	$(on_gpu) trtllm_shadowkv.bench.engine --output docs/results/engine-h200.json
+
 bench-kernels: $(gpu_library) | check
 	$(on_gpu) trtllm_shadowkv.bench.kernels --output docs/results/kernels-h200.json
 
 bench-context: $(gpu_library) | check
 	$(on_gpu) trtllm_shadowkv.bench.context --output docs/results/context-h200.json
 
-$(CURDIR)/out/gpu/plugins/libtrtllm_shadowkv.so: $(packaging) $(native)
-	TRTLLM_SHADOWKV_CUDA=ON cmake -S . -B out/gpu -DPython_EXECUTABLE="$$(command -v $(PYTHON))" -DCMAKE_CUDA_ARCHITECTURES=native
+$(CURDIR)/out/gpu/plugins/libtrtllm_shadowkv.so: $(packaging) $(native) $(packed_header)
+	$(packed_include) TRTLLM_SHADOWKV_CUDA=ON cmake -S . -B out/gpu -DPython_EXECUTABLE="$$(command -v $(PYTHON))" -DCMAKE_CUDA_ARCHITECTURES=native
 	cmake --build out/gpu --parallel
 
 # What would fail later in a way that says nothing.

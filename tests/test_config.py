@@ -38,7 +38,10 @@ def test_a_build_number_of_another_kind_is_refused_by_name(name: str, value: Any
         BuildConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["device_memory", "host_memory", "max_stretch", "threads", "max_queue"])
+@pytest.mark.parametrize(
+    "name",
+    ["device_memory", "host_memory", "max_batch_size", "max_seq_len", "max_stretch", "threads", "max_queue"],
+)
 @pytest.mark.parametrize("value", [*WRONG_TYPES, 0, -1, 2**70])
 def test_a_runtime_number_of_another_kind_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"runtime\.{name} is "):

@@ -218,6 +218,8 @@ class RuntimeConfig(_Config):
     Attributes:
         device_memory: bytes for live pages and sealed state; None: half of what the machine has free (CPU).
         host_memory: bytes of the value pool; None: a quarter of what the machine has free (CPU).
+        max_batch_size, max_seq_len: rows, and tokens of a row, at most what the engine was built for; None: as built.
+            On a GPU memory is laid out for them.
         max_stretch: tokens of a prompt in one context pass, at most the engine's max_num_tokens; None: 1,024 on
             the CPU.
         threads: threads of the CPU executor; None: one a core this process may use.
@@ -227,6 +229,8 @@ class RuntimeConfig(_Config):
 
     device_memory: int | None = None
     host_memory: int | None = None
+    max_batch_size: int | None = None
+    max_seq_len: int | None = None
     max_stretch: int | None = None
     threads: int | None = None
     max_queue: int = 100_000
@@ -236,8 +240,9 @@ class RuntimeConfig(_Config):
         for name in ("device_memory", "host_memory"):
             if getattr(self, name) is not None:
                 _check_int("runtime", name, getattr(self, name), 1, 1 << 60)
-        if self.max_stretch is not None:
-            _check_int("runtime", "max_stretch", self.max_stretch, 1)
+        for name, least in (("max_batch_size", 1), ("max_seq_len", 2), ("max_stretch", 1)):
+            if getattr(self, name) is not None:
+                _check_int("runtime", name, getattr(self, name), least)
         if self.threads is not None:
             _check_int("runtime", "threads", self.threads, 1, 1024)
         _check_int("runtime", "max_queue", self.max_queue, 1)

@@ -61,9 +61,8 @@ class LLM:
         from trtllm_shadowkv.runtime.scheduler import Scheduler
         from trtllm_shadowkv.runtime.worker import Worker
 
-        self.engine = EngineDirectory.open(engine_dir)
-        self.runtime, self.config = merged_settings(
-            self.engine, RuntimeConfig() if runtime is None else runtime, settings
+        self.engine, self.runtime, self.config = merged_settings(
+            EngineDirectory.open(engine_dir), RuntimeConfig() if runtime is None else runtime, settings
         )
         which = chosen(executor, self.engine)
         self.tokenizer = Tokenizer.of(self.engine, tokenizer)

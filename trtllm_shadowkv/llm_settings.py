@@ -13,8 +13,11 @@ from trtllm_shadowkv.machine import memory
 
 def merged_settings(
     engine: EngineDirectory, runtime: RuntimeConfig, settings: dict[str, Any]
-) -> tuple[RuntimeConfig, ShadowKVConfig]:
+) -> tuple[EngineDirectory, RuntimeConfig, ShadowKVConfig]:
     """Merge keyword settings into the runtime's, and both into what the engine was built with.
+
+    Returns:
+        the engine with the rows and row length that it is to serve, and the settings.
 
     Raises:
         ConfigError: an unknown setting, a bad value, or one that is fixed when an engine is built.
@@ -27,10 +30,21 @@ def merged_settings(
             raise ConfigError(f"unknown setting {name!r}{nearest(name, known)}", f"one of {', '.join(known)}")
     overrides = {k: v for k, v in settings.items() if k in ShadowKVConfig.names()}
     runtime = replace(runtime, **{k: v for k, v in settings.items() if k not in overrides})
-    longest = engine.build.max_num_tokens
-    if runtime.max_stretch is not None and runtime.max_stretch > longest:
-        raise ConfigError(f"max_stretch is {runtime.max_stretch}", f"at most the engine's max_num_tokens, {longest}")
-    return runtime, engine.build.shadowkv.overridden({**runtime.shadowkv, **overrides})
+    build = engine.build
+    for name, built in (
+        ("max_batch_size", "max_batch_size"),
+        ("max_seq_len", "max_seq_len"),
+        ("max_stretch", "max_num_tokens"),
+    ):
+        value, most = getattr(runtime, name), getattr(build, built)
+        if value is not None and value > most:
+            raise ConfigError(f"{name} is {value}", f"at most the engine's {built}, {most}")
+    served = replace(
+        build,
+        max_batch_size=runtime.max_batch_size or build.max_batch_size,
+        max_seq_len=runtime.max_seq_len or build.max_seq_len,
+    )
+    return replace(engine, build=served), runtime, build.shadowkv.overridden({**runtime.shadowkv, **overrides})
 
 
 def memory_budgets(runtime: RuntimeConfig) -> tuple[int, int]:

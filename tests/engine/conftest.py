@@ -1,6 +1,7 @@
 """Tests in this folder compile engines with TensorRT and run them on a GPU: `make test-gpu`.
 
-Engines and reference logits are made once a run, also where several workers of pytest-xdist need them.
+Engines and reference logits are made once a run, also where several workers of pytest-xdist need them, and kept where
+TRTLLM_SHADOWKV_TEST_ENGINES names a folder.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def _missing() -> str | None:
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of all workers."""
+    if kept := os.environ.get("TRTLLM_SHADOWKV_TEST_ENGINES"):
+        return Path(kept)
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -98,7 +101,7 @@ def engine(shared: Path, smollm2: Path) -> Made:
 def llama_engine(shared: Path) -> Path:
     """Llama-3.1-8B's shape, random weights that all layers share, bfloat16."""
     build = BuildConfig(
-        dtype="bfloat16", backend="tensorrt", max_batch_size=24, max_seq_len=131_072, shadowkv=ShadowKVConfig(rank=160)
+        dtype="bfloat16", backend="tensorrt", max_batch_size=64, max_seq_len=131_072, shadowkv=ShadowKVConfig(rank=160)
     )
     return once(shared / "engine-llama", lambda path: write_synthetic_engine(path, llama(32), build))
 

@@ -18,7 +18,7 @@ from tests.engine.conftest import Made
 from tests.engine.test_generation import executor_of, tokens
 from trtllm_shadowkv import LLM, SamplingParams, names
 from trtllm_shadowkv.build import manifest
-from trtllm_shadowkv.errors import ConfigError, EngineError
+from trtllm_shadowkv.errors import ConfigError, EngineError, GenerationError
 
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 SMALL: dict[str, Any] = {"device_memory": 4 << 30, "host_memory": 1 << 30}
@@ -61,6 +61,23 @@ def test_an_llm_that_is_dropped_ends_well(engine: Made) -> None:
     command = [sys.executable, "-c", script, str(engine("float16"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
     assert (done.returncode, done.stdout, done.stderr) == (0, "well\n", "")
+
+
+def test_a_plugin_that_refuses_says_why(engine: Made, text: list[int]) -> None:
+    """Through TensorRT's log, in the error of the request that failed; the next one is none the worse for it."""
+    with LLM(engine("float16"), **SMALL) as llm:
+        before = llm.generate(text[:1500], PARAMS)
+        executor = executor_of(llm)
+        executor.state.cuda.unbind()
+        with pytest.raises(GenerationError, match="no state is bound to this stream"):
+            llm.generate(text[:1500], PARAMS)
+        executor.state.cuda.bind(executor.state.stream)
+        assert tokens(llm.generate(text[:1500], PARAMS)) == tokens(before)  # type: ignore[arg-type]
+
+
+def test_equal_weights_are_stored_once(llama_engine: Path) -> None:
+    """32 layers of 0.44 GB each, which are one layer's; and two profiles."""
+    assert (llama_engine / names.ENGINE_FILE).stat().st_size < 3e9
 
 
 def test_too_little_memory_for_a_row(engine: Made) -> None:

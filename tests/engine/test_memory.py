@@ -34,7 +34,8 @@ def test_llama_reads_122k_tokens_and_takes_what_was_planned(llama_engine: Path) 
     config = EngineDirectory.open(llama_engine).build.shadowkv
     need = Workload(llama(32), gpu_by_name("h200"), config, PROMPT + NEW).bytes
     engine_bytes = (llama_engine / names.ENGINE_FILE).stat().st_size  # not the model's: its layers share their weights
-    with LLM(llama_engine, device_memory=int(ROWS * need.gpu + need.prefill), host_memory=9 << 30) as llm:
+    memory = {"device_memory": int(ROWS * need.gpu + need.prefill), "host_memory": 9 << 30}
+    with LLM(llama_engine, max_batch_size=ROWS, **memory) as llm:
         planned = engine_bytes + GPU_RESERVE + need.prefill + ROWS * need.gpu
         choose = random.Random(0)
         prompt = [choose.randrange(128_000) for _ in range(PROMPT)]

@@ -145,6 +145,8 @@ def test_one_refused_prompt_starts_none_of_the_batch(llm: LLM) -> None:
         ({"threads": 0}, r"runtime\.threads is 0"),
         ({"runtime": {"threads": 2}}, "runtime is dict; expected a RuntimeConfig"),
         ({"max_stretch": 8193}, "max_stretch is 8193; expected at most"),
+        ({"max_batch_size": 1024}, "max_batch_size is 1024; expected at most the engine's max_batch_size, "),
+        ({"max_seq_len": 1 << 20}, "max_seq_len is 1048576; expected at most the engine's max_seq_len, "),
         ({"top_k": 8}, "top_k = 8, but the engine was built with 1024"),
         ({"window": 60}, r"shadowkv\.window is 60"),
         ({"shadowkv": {"windw": 64}}, r"did you mean 'window'"),
@@ -198,6 +200,17 @@ def test_an_altered_engine_does_not_load(engine_dir: Path, tmp_path: Path) -> No
             LLM(path)  # type: ignore[arg-type]
     with LLM(os.path.relpath(engine_dir)) as llm:
         assert len(ids(one(llm, [5], params(2)))) == 2
+
+
+def test_an_engine_may_serve_fewer_and_shorter_rows(engine_dir: Path) -> None:
+    with LLM(engine_dir, max_batch_size=1, max_seq_len=64, threads=1) as llm:
+        assert llm._scheduler.limits.max_batch_size == 1
+        answers = llm.generate([[5] * 60, [6] * 64], params(10))
+        assert isinstance(answers, list)
+        assert [len(answer.outputs[0].token_ids) for answer in answers] == [5, 1]
+        with pytest.raises(RequestError, match="64"):
+            llm.generate([5] * 65, params(1))
+        assert_drained(llm)
 
 
 def test_a_dense_engine_is_dense_for_every_request(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.profiler
 from torch import Tensor
+from torch._C._autograd import DeviceType
 
 from trtllm_shadowkv.bench.synthetic import CHUNK, HEAD_SIZE, HEADS, KV_HEADS, OUTLIERS, TOP_K, WINDOW
 
@@ -35,15 +36,27 @@ def microseconds(stream: torch.cuda.Stream, work: Callable[[], None], repeats: i
     return statistics.median([elapsed(stream, graph.replay) for _ in range(repeats + 1)][1:])
 
 
-def kernel_events(work: Callable[[], Any]) -> list[tuple[str, Any]]:
-    """Name and event of each kernel of ours that ``work`` runs, by torch's profiler; waits for the device."""
+def device_kernels(work: Callable[[], Any]) -> list[tuple[str | None, Any]]:
+    """Event of each kernel that ``work`` runs, and its name where it is ours, by torch's profiler; waits for the GPU.
+
+    Copies and fills are not among them.
+    """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         work()
         torch.cuda.synchronize()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    kernel = re.compile(r"kernels::.*?(\w+)Kernel")
-    found = ((kernel.search(event.name()), event) for event in profile.profiler.kineto_results.events())
-    return [(match[1], event) for match, event in found if match]
+    ours = re.compile(r"kernels::.*?(\w+)Kernel")
+    found: list[tuple[str | None, Any]] = []
+    for event in profile.profiler.kineto_results.events():
+        if event.device_type() == DeviceType.CUDA and not event.name().startswith(("Memcpy", "Memset")):
+            match = ours.search(event.name())
+            found.append((match[1] if match else None, event))
+    return found
+
+
+def kernel_events(work: Callable[[], Any]) -> list[tuple[str, Any]]:
+    """Name and event of each kernel of ours that ``work`` runs, by torch's profiler; waits for the device."""
+    return [(name, event) for name, event in device_kernels(work) if name is not None]
 
 
 def copy_bandwidth() -> float:

@@ -44,6 +44,52 @@ def llama(layers: int) -> ModelConfig:
     )
 
 
+def fill_pools(m: CudaMemory) -> None:
+    """Noise of standard deviation 1 in the pools of live pages and sealed rows; B's columns are orthonormal."""
+    m.live_keys.normal_()
+    m.live_values.normal_()
+    if m.state.sealed_rows == 0:
+        return
+    for pool in (m.landmarks, m.factor_a, m.outlier_keys, m.outlier_values):
+        if pool.dtype.itemsize == 2:
+            pool.normal_()
+            continue
+        for layer in pool:
+            for part in layer.split(256):
+                part.copy_((torch.randn(part.shape, device="cuda") / SCALE).to(torch.float8_e4m3fn))
+    for scales in (m.landmark_scales, m.value_scales):
+        if scales is not None:
+            scales.fill_(SCALE)
+    b = torch.linalg.qr(torch.randn(*m.factor_b.shape[-2:], device="cuda")).Q
+    m.factor_b.copy_(b.to(m.dtype))
+
+
+def fill_values(memory: memoryview, dtype: torch.dtype) -> None:
+    """The same noise again and again in pinned memory for values."""
+    region = torch.frombuffer(memory, dtype=torch.uint8)
+    noise = torch.randn(1 << 24, device="cuda")
+    noise = (noise if dtype.itemsize == 2 else noise / SCALE).to(dtype)
+    for part in region.split(noise.numel() * noise.itemsize):
+        part.copy_(noise.view(torch.uint8)[: len(part)])
+
+
+def choose_outliers(m: CudaMemory, row: int) -> None:
+    """Chunk 0 and random other chunks as the outliers of a sealed row that is loaded, the same in all layers and heads;
+    nothing else may be at work on the state."""
+    state, outliers = m.state, m.outlier_ids.shape[-1]
+    generator = torch.Generator(device="cuda").manual_seed(row)
+    n = state.row(row).published
+    ids = torch.rand(n - 1, device="cuda", generator=generator).argsort()[: outliers - 1] + 1
+    ids = torch.cat((torch.zeros(1, dtype=torch.long, device="cuda"), ids)).sort().values
+    m.outlier_ids[:, state.sealed_row_of(row)] = ids.int()
+    words = outlier_words(ids[None], n)[0]
+    pages = torch.tensor(state.sealed_pages_of(row), device="cuda")
+    per_page = SEALED_PAGE_TOKENS // state.config.chunk_size // 32
+    at = torch.arange(len(words), device="cuda")
+    for layer in m.excluded:
+        layer[pages[at // per_page], :, at % per_page] = words[:, None].expand(-1, layer.shape[1])
+
+
 @dataclass(frozen=True)
 class Case:
     """What is measured together: rows, tokens of each, formats ("bf16" or "fp8"), and the drift of the queries.
@@ -104,7 +150,7 @@ class SyntheticRows:
         )
         self.stream = torch.cuda.Stream()
         self.memory = CudaMemory(self.state)
-        self._fill()
+        fill_pools(self.memory)
         for row in range(b):
             self._enter(row, total, pool, pool_bytes)
         width = (HEADS + 2 * KV_HEADS) * HEAD_SIZE
@@ -124,25 +170,6 @@ class SyntheticRows:
         self.state.step_prologue(slots.data_ptr(), b, self.stream.cuda_stream)
         torch.cuda.synchronize()
 
-    def _fill(self) -> None:
-        m = self.memory
-        m.live_keys.normal_()
-        m.live_values.normal_()
-        if self.case.dense:
-            return
-        for pool in (m.landmarks, m.factor_a, m.outlier_keys, m.outlier_values):
-            if pool.dtype == torch.bfloat16:
-                pool.normal_()
-                continue
-            for layer in pool:
-                for part in layer.split(256):
-                    part.copy_((torch.randn(part.shape, device="cuda") / SCALE).to(torch.float8_e4m3fn))
-        for scales in (m.landmark_scales, m.value_scales):
-            if scales is not None:
-                scales.fill_(SCALE)
-        b = torch.linalg.qr(torch.randn(KV_HEADS * HEAD_SIZE, RANK, device="cuda")).Q
-        m.factor_b.copy_(b.to(m.dtype))
-
     def _enter(self, row: int, total: int, pool: PinnedSlab, pool_bytes: int) -> None:
         case, state, m, stream = self.case, self.state, self.memory, self.stream.cuda_stream
         addresses, stride = None, 0
@@ -152,12 +179,7 @@ class SyntheticRows:
             begin = pool_bytes // case.batch * row // 4096 * 4096
             assert layer_bytes * case.layers <= pool_bytes // case.batch, "the pool is too small"
             addresses = [pool.device_address + begin + i * layer_bytes for i in range(case.layers)]
-            raw = pool.buffer()[begin : begin + layer_bytes * case.layers]
-            region = torch.frombuffer(raw, dtype=torch.uint8)
-            noise = torch.randn(1 << 24, device="cuda")
-            noise = (noise / SCALE if case.values == "fp8" else noise).to(m.value_dtype)
-            for part in region.split(noise.numel() * noise.itemsize):
-                part.copy_(noise.view(torch.uint8)[: len(part)])
+            fill_values(pool.buffer()[begin : begin + layer_bytes * case.layers], m.value_dtype)
         state.allocate(
             row,
             prompt_tokens=case.context,
@@ -170,19 +192,8 @@ class SyntheticRows:
         )
         state.load_row(row, case.context, stream=stream)
         torch.cuda.synchronize()
-        if case.dense:
-            return
-        generator = torch.Generator(device="cuda").manual_seed(row)
-        n = state.row(row).published
-        ids = torch.rand(n - 1, device="cuda", generator=generator).argsort()[: OUTLIERS - 1] + 1
-        ids = torch.cat((torch.zeros(1, dtype=torch.long, device="cuda"), ids)).sort().values
-        m.outlier_ids[:, state.sealed_row_of(row)] = ids.int()
-        words = outlier_words(ids[None], n)[0]
-        pages = torch.tensor(state.sealed_pages_of(row), device="cuda")
-        per_page = SEALED_PAGE_TOKENS // CHUNK // 32
-        at = torch.arange(len(words), device="cuda")
-        for layer in m.excluded:
-            layer[pages[at // per_page], :, at % per_page] = words[:, None].expand(-1, KV_HEADS)
+        if not case.dense:
+            choose_outliers(m, row)
 
     def layer(self, step: int, layer: int) -> None:
         """One layer of one step, from q, k, v to the attention's output, on ``stream``; may be captured."""
