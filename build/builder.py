@@ -256,7 +256,7 @@ def _write_onnx(directory: Path, checkpoint: Checkpoint, build: BuildConfig, pro
             file.seek(place.offset)
             for source in weight.sources:  # one tensor at a time is in memory
                 array, dtype = checkpoint.read(source)
-                to_dtype(array, dtype, build.dtype, source).tofile(file)
+                to_dtype(array, dtype, weight.dtype, source).tofile(file)
             assert file.tell() == place.offset + place.size
             done += place.size
             if progress is not None:

@@ -40,8 +40,8 @@ class Place:
 def layout(model: ModelConfig, dtype: str) -> list[tuple[Weight, Place]]:
     """Each weight and its place, in file order."""
     places, offset = [], 0
-    for weight in weights(model):
-        place = Place(offset, prod(weight.shape) * ITEM_BYTES[dtype])
+    for weight in weights(model, dtype):
+        place = Place(offset, prod(weight.shape) * ITEM_BYTES[weight.dtype])
         places.append((weight, place))
         offset = place.next_offset
     return places

@@ -3,6 +3,10 @@
 The graph uses standard operators of opset 20 and the ops of domain ``trtllm_shadowkv``; it is what ONNX Runtime runs
 on a CPU and what TensorRT compiles. Weights keep their Hugging Face layout (out, in) and are read through
 ``Gemm(transB=1)``, so writing them is a copy, and a tied output head shares the embedding's bytes.
+
+In a 16-bit graph products of matrices and attention are 16-bit; what lies between them is float32: the residual
+stream, norms, SiLU. The head is float16 in a bfloat16 graph too: what it reads is normed, so its range is small, and
+bfloat16 logits are too coarse to tell near tokens apart (docs/adr/0013-precision-of-the-graph.md).
 """
 
 from __future__ import annotations
@@ -33,15 +37,22 @@ class Weight:
     name: str
     sources: tuple[str, ...]
     shape: tuple[int, ...]
+    dtype: str
 
 
-def weights(model: ModelConfig) -> Iterator[Weight]:
-    """Every weight of the graph in file order."""
+def head_weight(model: ModelConfig) -> str:
+    """Name of the output head's weight."""
+    return "embedding" if model.tied else "head"
+
+
+def weights(model: ModelConfig, dtype: str) -> Iterator[Weight]:
+    """Every weight of a graph of this dtype in file order."""
     shapes = model.weight_shapes()
 
     def joined(name: str, *sources: str) -> Weight:
         rows = sum(shapes[s][0] for s in sources)
-        return Weight(name, sources, (rows, *shapes[sources[0]][1:]))
+        kind = "float16" if name == head_weight(model) and dtype != "float32" else dtype
+        return Weight(name, sources, (rows, *shapes[sources[0]][1:]), kind)
 
     yield joined("embedding", "model.embed_tokens.weight")
     for i in range(model.num_layers):
@@ -102,21 +113,26 @@ class _Graph:
             self.constants.append(helper.make_tensor(name, TensorProto.FLOAT, [], [value]))
         return name
 
+    def cast(self, x: str, kind: int) -> str:
+        """``x`` as another type; a float32 graph has no other."""
+        return self.add("Cast", [x], to=kind) if self.half else x
+
+    def wide(self, x: str) -> str:
+        return self.cast(x, TensorProto.FLOAT)
+
+    def narrow(self, x: str) -> str:
+        return self.cast(x, self.type)
+
     def linear(self, x: str, weight: str, bias: bool) -> str:
         """x · Wᵀ + b, W stored (out, in)."""
         return self.add("Gemm", [x, weight, *([f"{weight}_bias"] if bias else [])], transB=1)
 
     def norm(self, x: str, weight: str) -> str:
-        """RMS norm over the last dimension (arXiv 1910.07467), in float32 as Hugging Face computes it."""
-        if self.half:
-            x = self.add("Cast", [x], to=TensorProto.FLOAT)
+        """RMS norm over the last dimension (arXiv 1910.07467); takes and gives float32."""
         square = self.add("Pow", [x, self.real("two", 2.0)])
         mean = self.add("ReduceMean", [square, self.ints("last_axis", [-1])], keepdims=1)
         root = self.add("Sqrt", [self.add("Add", [mean, self.real("epsilon", self.model.rms_norm_eps)])])
-        x = self.add("Div", [x, root])
-        if self.half:
-            x = self.add("Cast", [x], to=self.type)
-        return self.add("Mul", [x, weight])
+        return self.add("Mul", [self.add("Div", [x, root]), self.wide(weight)])
 
     def head_norms(self, qkv: str, layer: str) -> str:
         """Normalise every query and key head before the position embedding (Qwen3)."""
@@ -127,7 +143,7 @@ class _Graph:
         parts = []
         for part, weight in ((q, "q_norm"), (k, "k_norm")):
             heads = self.add("Reshape", [part, self.ints("by_head", [0, -1, m.head_size])])
-            normed = self.norm(heads, f"{layer}.{weight}")
+            normed = self.narrow(self.norm(self.wide(heads), f"{layer}.{weight}"))
             parts.append(self.add("Reshape", [normed, self.ints("by_token", [0, -1])]))
         return self.add("Concat", [*parts, v], axis=-1)
 
@@ -159,17 +175,18 @@ class _Graph:
         self.values.append(helper.make_tensor_value_info(name, kind, shape))
 
     def layer(self, x: str, i: int) -> str:
+        """The residual stream [num_tokens, hidden] after layer i."""
         m, here = self.model, f"layers.{i}"
-        qkv = self.linear(self.norm(x, f"{here}.input_norm"), f"{here}.qkv", m.qkv_bias)
+        qkv = self.linear(self.narrow(self.norm(x, f"{here}.input_norm")), f"{here}.qkv", m.qkv_bias)
         if m.qk_norm:
             qkv = self.head_norms(qkv, here)
         attended = self.linear(self.attention(qkv, i), f"{here}.output", m.output_bias)
-        x = self.add("Add", [x, attended])
-        normed = self.norm(x, f"{here}.post_norm")
-        gate = self.linear(normed, f"{here}.gate", m.mlp_bias)
+        x = self.add("Add", [x, self.wide(attended)])
+        normed = self.narrow(self.norm(x, f"{here}.post_norm"))
+        gate = self.wide(self.linear(normed, f"{here}.gate", m.mlp_bias))
         gate = self.add("Mul", [gate, self.add("Sigmoid", [gate])])  # SiLU
-        gated = self.add("Mul", [gate, self.linear(normed, f"{here}.up", m.mlp_bias)])
-        return self.add("Add", [x, self.linear(gated, f"{here}.down", m.mlp_bias)])
+        gated = self.add("Mul", [gate, self.wide(self.linear(normed, f"{here}.up", m.mlp_bias))])
+        return self.add("Add", [x, self.wide(self.linear(self.narrow(gated), f"{here}.down", m.mlp_bias))])
 
 
 def build_graph(model: ModelConfig, config: ShadowKVConfig, dtype: str) -> ModelProto:
@@ -184,12 +201,12 @@ def build_graph(model: ModelConfig, config: ShadowKVConfig, dtype: str) -> Model
     whose logits are wanted), sequence_slots [batch], all int32. Output: logits [num_logits, vocab] float32.
     """
     g = _Graph(model, config, dtype)
-    x = g.add("Gather", ["embedding", names.INPUT_IDS])
+    x = g.wide(g.add("Gather", ["embedding", names.INPUT_IDS]))
     for i in range(model.num_layers):
         x = g.layer(x, i)
     wanted = g.add("Sub", [names.LAST_TOKEN_IDS, g.ints("one", [1], kind=TensorProto.INT32, shape=[])])
-    x = g.norm(g.add("Gather", [x, wanted]), "final_norm")
-    x = g.add("Gemm", [x, "embedding" if model.tied else "head"], transB=1)
+    x = g.cast(g.norm(g.add("Gather", [x, wanted]), "final_norm"), TensorProto.FLOAT16)
+    x = g.add("Gemm", [x, head_weight(model)], transB=1)
     g.add("Cast", [x], outputs=[names.LOGITS], to=TensorProto.FLOAT)
 
     def tensor(name: str, kind: int, *shape: str | int) -> ValueInfoProto:
@@ -202,7 +219,9 @@ def build_graph(model: ModelConfig, config: ShadowKVConfig, dtype: str) -> Model
         tensor(names.SEQUENCE_SLOTS, TensorProto.INT32, "batch"),
     ]
     outputs = [tensor(names.LOGITS, TensorProto.FLOAT, "num_logits", model.vocab_size)]
-    initializers = [TensorProto(name=w.name, data_type=g.type, dims=w.shape) for w in weights(model)]
+    initializers = [
+        TensorProto(name=w.name, data_type=ONNX_TYPES[w.dtype], dims=w.shape) for w in weights(model, dtype)
+    ]
     graph = helper.make_graph(g.nodes, "shadowkv", inputs, outputs, [*g.constants, *initializers], value_info=g.values)
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(names.DOMAIN, int(names.PLUGIN_VERSION))]
     return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="trtllm_shadowkv")

@@ -266,7 +266,7 @@ class CudaState(NativeHandle):
     def begin_pass(
         self, kind: PassKind, slots: Sequence[int], start: int, length: int, is_last: bool, stream: int | None = None
     ) -> None:
-        """Announce a pass; a generation pass also before each replay of a captured graph.
+        """Announce a pass.
 
         Args:
             kind, slots, start, length, is_last: see ``State.begin_pass``.
@@ -274,19 +274,33 @@ class CudaState(NativeHandle):
 
         Raises:
             StateError: rows that cannot take this pass; no row has advanced.
+            ConfigError: a slot that there is not, or twice.
         """
-        check_pass(self._rows(slots), self.must_seal, kind, slots, start, length)
-        if kind == "context":
-            row = self.row(slots[0])
-            if is_last != (start + length == row.prompt_tokens):
-                end = "ends" if is_last else "does not end"
-                raise StateError(
-                    f"a stretch to token {start + length} that {end} the prompt", f"a prompt of {row.prompt_tokens}"
-                )
-            self._call("tsk_state_begin_context", slots[0], start, length, stream)
+        if kind == "generation":
+            self.begin_generation(slots)
             return
+        check_pass(self._rows(slots), self.must_seal, kind, slots, start, length)
+        row = self.row(slots[0])
+        if is_last != (start + length == row.prompt_tokens):
+            end = "ends" if is_last else "does not end"
+            raise StateError(
+                f"a stretch to token {start + length} that {end} the prompt", f"a prompt of {row.prompt_tokens}"
+            )
+        self._call("tsk_state_begin_context", slots[0], start, length, stream)
+
+    def begin_generation(self, slots: Sequence[int]) -> list[int]:
+        """Announce a generation pass, also before each replay of a captured graph.
+
+        Returns:
+            the position of each row's token, 0 of a padding row.
+
+        Raises:
+            StateError, ConfigError: as :meth:`begin_pass`.
+        """
         batch = [whole("slot", s, 32) for s in slots]
-        self._call("tsk_state_begin_generation", (ctypes.c_int32 * len(batch))(*batch), len(batch))
+        positions = (ctypes.c_int32 * len(batch))()
+        self._call("tsk_state_begin_generation", (ctypes.c_int32 * len(batch))(*batch), len(batch), positions)
+        return list(positions)
 
     def step_prologue(self, slots: int, batch: int, stream: int) -> None:
         """Advance every row; ``slots`` is the address of int32 [batch], the same as announced."""

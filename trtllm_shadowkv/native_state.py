@@ -156,7 +156,7 @@ _FUNCTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
     "tsk_state_poison": _numbers(_ADDRESS, "state"),
     "tsk_state_begin_context": (("state", _ADDRESS), *_numbers(_I32, "slot start length"), ("stream", _ADDRESS)),
     "tsk_state_seal_prompt": (("state", _ADDRESS), ("slot", _I32), ("stream", _ADDRESS)),
-    "tsk_state_begin_generation": (*_numbers(_ADDRESS, "state slots"), ("batch", _I32)),
+    "tsk_state_begin_generation": (*_numbers(_ADDRESS, "state slots"), ("batch", _I32), ("positions", _ADDRESS)),
     "tsk_step_prologue": (*_numbers(_ADDRESS, "state slots"), ("batch", _I32), ("stream", _ADDRESS)),
     "tsk_landmark_topk": (("state", _ADDRESS), *_STEP, *_numbers(_ADDRESS, "q selection stream")),
     "tsk_key_reconstruct": (("state", _ADDRESS), *_numbers(_I32, "layer batch"), ("stream", _ADDRESS)),

@@ -353,13 +353,13 @@ tsk_status tsk_state_seal_prompt(tsk_state* state, int32_t slot, void* stream)
     return withState(state, [&](CudaState& s) { s.sealPrompt(slot, streamOf(stream)); });
 }
 
-tsk_status tsk_state_begin_generation(tsk_state* state, int32_t const* slots, int32_t batch)
+tsk_status tsk_state_begin_generation(tsk_state* state, int32_t const* slots, int32_t batch, int32_t* positions)
 {
     return withState(state,
         [&](CudaState& s)
         {
             trtllm_shadowkv::requireThat(slots != nullptr, "slots is null", "the host address of the batch's slots");
-            s.beginGeneration(slots, batch);
+            s.beginGeneration(slots, batch, positions);
         });
 }
 

@@ -257,15 +257,17 @@ TSK_API tsk_status tsk_state_poison(tsk_state* state);
 TSK_API tsk_status tsk_state_begin_context(tsk_state* state, int32_t slot, int32_t start, int32_t length, void* stream);
 
 /* Seals a row of which tsk_row says must_seal: factors, landmarks, outlier chunks, values; its live pages but those of
- * the window are free for other rows, whose work on the same stream comes later. Keys that are not finite set fault
+ * the window are free for other rows, whose work on the same stream comes later. A row whose sealing fails is released. Keys that are not finite set fault
  * bit 4, and the row is of no use. Not to be captured. */
 TSK_API tsk_status tsk_state_seal_prompt(tsk_state* state, int32_t slot, void* stream);
 
 /* --- a step ------------------------------------------------------------------------------------------------------- */
 
 /* Announces one token for each row of `slots` (host [batch], -1: a padding row): they must be allocated, distinct,
- * loaded, of fewer than total_tokens tokens, and need no sealing first. Advances the books of all, or of none. */
-TSK_API tsk_status tsk_state_begin_generation(tsk_state* state, int32_t const* slots, int32_t batch);
+ * loaded, of fewer than total_tokens tokens, and need no sealing first. Advances the books of all, or of none.
+ * positions: host [batch], the position of each row's token, 0 of a padding row; may be null. */
+TSK_API tsk_status tsk_state_begin_generation(
+    tsk_state* state, int32_t const* slots, int32_t batch, int32_t* positions);
 
 /* slots: device [batch] int32, the same as announced. */
 TSK_API tsk_status tsk_step_prologue(tsk_state* state, int32_t const* slots, int32_t batch, void* stream);

@@ -110,6 +110,7 @@ void CudaState::sealLayers(Seal const& seal, cudaStream_t stream)
     checkSeal(measureKeys(mView, seal, stream), "measuring keys", seal);
     checkSeal(writeLandmarks(mView, seal, stream), "landmarks", seal);
     checkSeal(writeOutliers(mView, seal, stream), "outliers", seal);
+    checkSeal(unrotateKeys(mView, seal, stream), "un-rotating keys", seal); // nothing before may run after it
     checkSeal(computeGram(mView, seal, stream), "Gram matrix", seal);
     checkSeal(findBasis(mView, seal, stream), "basis", seal);
     checkSeal(projectPrompt(mView, seal, stream), "projection", seal);
@@ -139,12 +140,17 @@ void CudaState::sealPrompt(int32_t slot, cudaStream_t stream)
                 "store values", layer, {0, 1});
         }
         TSK_CUDA(cudaEventRecord(mOn->fetchedAll.get(), fetch));
-        for (int32_t layer = 0; layer < mView.layers; layer += step)
-        {
-            seal.layerBegin = layer;
-            seal.layerEnd = std::min(mView.layers, layer + step);
-            sealLayers(seal, stream);
-        }
+        // A row that is sealed in part has keys that are un-rotated.
+        orRelease(slot,
+            [&]
+            {
+                for (int32_t layer = 0; layer < mView.layers; layer += step)
+                {
+                    seal.layerBegin = layer;
+                    seal.layerEnd = std::min(mView.layers, layer + step);
+                    sealLayers(seal, stream);
+                }
+            });
         TSK_CUDA(cudaStreamWaitEvent(stream, mOn->fetchedAll.get(), 0));
     }
     BookRow const& row = mBook.seal(slot);

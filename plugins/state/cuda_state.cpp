@@ -326,10 +326,14 @@ void CudaState::poison()
     }
 }
 
-void CudaState::beginGeneration(int32_t const* slots, int32_t batch)
+void CudaState::beginGeneration(int32_t const* slots, int32_t batch, int32_t* positions)
 {
     mBook.beginGeneration(slots, batch);
     mContext.reset();
+    for (int32_t b = 0; positions != nullptr && b < batch; ++b)
+    {
+        positions[b] = slots[b] == -1 ? 0 : mBook.at(slots[b]).length - 1;
+    }
 }
 
 } // namespace trtllm_shadowkv

@@ -71,7 +71,7 @@ public:
 
     void beginContext(int32_t slot, int32_t start, int32_t length, cudaStream_t stream);
     void sealPrompt(int32_t slot, cudaStream_t stream);
-    void beginGeneration(int32_t const* slots, int32_t batch);
+    void beginGeneration(int32_t const* slots, int32_t batch, int32_t* positions);
     void prologue(int32_t const* slots, int32_t batch, cudaStream_t stream);
     // Of the pass that was begun, whose ops see `rows` rows.
     int32_t tokensOf(int32_t rows) const;

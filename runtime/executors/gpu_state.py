@@ -126,6 +126,7 @@ class GpuState:
         self.model: ModelConfig = cuda.model
         self.config: ShadowKVConfig = cuda.config
         self._addresses: dict[int, list[int]] = {}
+        self._unsealed: set[int] = set()  # slots of rows that will be sealed
         cuda.bind(stream)
 
     @staticmethod
@@ -166,9 +167,12 @@ class GpuState:
                 self.values.give(row.get("value_addresses", ()))
             raise
         self._addresses[slot] = row.get("value_addresses", [])
+        if pages.chunks:
+            self._unsealed.add(slot)
 
     def release(self, slot: int) -> None:
         """Take back everything a slot holds; no pass with it may still be running."""
+        self._unsealed.discard(slot)
         try:
             self.cuda.release(slot)
         finally:
@@ -183,7 +187,7 @@ class GpuState:
         return self.cuda.is_sealed(slot)
 
     def must_seal(self, slot: int) -> bool:
-        return self.cuda.must_seal(slot)
+        return slot in self._unsealed and self.cuda.must_seal(slot)
 
     def seal_prompt(self, slot: int) -> None:
         """Waits until it is done.
@@ -191,6 +195,7 @@ class GpuState:
         Raises:
             GenerationError: keys that are not finite; the row is of no use.
         """
+        self._unsealed.discard(slot)
         self.cuda.seal_prompt(slot, self.stream)
         if self.cuda.fault(self.stream) & _FAULT_KEYS:
             raise GenerationError("the model gave keys that are not finite for this prompt")

@@ -21,7 +21,8 @@ from onnx import ModelProto, TensorProto, load
 from onnxruntime_extensions import PyOp, get_library_path, onnx_op
 
 from trtllm_shadowkv import names
-from trtllm_shadowkv.dtypes import to_dtype
+from trtllm_shadowkv.build.llama_graph import ONNX_TYPES
+from trtllm_shadowkv.dtypes import NUMPY, to_dtype
 from trtllm_shadowkv.engine_directory import EngineDirectory
 from trtllm_shadowkv.errors import EngineError
 from trtllm_shadowkv.runtime.state import State
@@ -237,15 +238,16 @@ def _load_weights(model: ModelProto, engine: EngineDirectory) -> dict[str, Array
     path = engine.path / names.WEIGHTS_FILE
     data = np.memmap(path, dtype=np.uint8, mode="r")
     arrays: dict[str, Array] = {}
-    stored = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[engine.build.dtype]
+    dtypes = {number: name for name, number in ONNX_TYPES.items()}
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
             where = {e.key: e.value for e in tensor.external_data}
             offset, length = int(where["offset"]), int(where["length"])
             if where["location"] != names.WEIGHTS_FILE or offset + length > len(data):
                 raise EngineError(f"{names.ONNX_FILE} points outside {path}", todo="build the engine again")
-            array = data[offset : offset + length].view(stored).reshape(tuple(tensor.dims))
-            arrays[tensor.name] = to_dtype(array, engine.build.dtype, "float32", tensor.name)
+            dtype = dtypes[tensor.data_type]
+            array = data[offset : offset + length].view(NUMPY[dtype]).reshape(tuple(tensor.dims))
+            arrays[tensor.name] = to_dtype(array, dtype, "float32", tensor.name)
     return arrays
 
 

@@ -195,8 +195,7 @@ class TensorRtExecutor:
         size = next(size for size in self._sizes if size >= len(slots))
         padding = size - len(slots)
         rows = [*slots, *[PADDING] * padding]
-        self.state.begin_pass("generation", rows, 0, 1, False)
-        positions = [0 if s == PADDING else self.state.length(s) - 1 for s in rows]
+        positions = self.state.cuda.begin_generation(rows)
         with self._pass():
             self._stage([*tokens, *[0] * padding], positions, range(1, size + 1), rows)
             if self.graphs and size in self._ran and size not in self._graphs:

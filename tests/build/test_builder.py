@@ -60,11 +60,10 @@ def test_the_weights_file_holds_every_weight_in_the_dtype_asked_for(
     engine = build_engine(tiny_model, tmp_path / "engine", replace(SMALL, dtype=dtype))
     found = stored(engine)
     source = load_file(tiny_model / "model.safetensors")
-    kind = getattr(torch, dtype)
-    for weight in weights(engine.model):
-        expected = torch.cat([source[s] for s in weight.sources]).to(kind)
+    for weight in weights(engine.model, dtype):
+        expected = torch.cat([source[s] for s in weight.sources]).to(getattr(torch, weight.dtype))
         assert found[weight.name] == expected.view(torch.uint8).numpy().tobytes(), weight.name
-    assert len(found) == len(list(weights(engine.model)))
+    assert len(found) == len(list(weights(engine.model, dtype)))
     assert engine.build.dtype == dtype
 
 

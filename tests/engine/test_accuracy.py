@@ -45,9 +45,9 @@ def test_logits_are_the_cpu_executors(
     mode: str,
     transformers_top1: Callable[[str], float],
 ) -> None:
+    exact = cpu_logits(mode)  # first: it takes longest, and engines are compiled meanwhile, for other tests
     with LLM(engine(dtype)) as llm:
         logits, figures = forced_logits(llm, text[:PROMPT], text[PROMPT:TOKENS], AttentionParams(mode=mode))  # type: ignore[arg-type]
-    exact = cpu_logits(mode)
     same, error = agreement(exact, logits), distance(exact, logits)
     others = transformers_top1(dtype)
     print(

@@ -27,7 +27,7 @@ def test_a_prompt_is_done_with_its_last_token(state: CudaState) -> None:
         read(state, 0, [length])
         row = state.row(0)
         assert (row.length, row.prompt_done, row.must_seal) == (done, False, False)
-        with pytest.raises(StateError, match="prompt is not done"):
+        with pytest.raises(StateError, match="slot 0 is not loaded"):
             step(state, 0)
     read(state, 0, [1])
     assert state.row(0).prompt_done
@@ -40,7 +40,7 @@ def test_a_long_prompt_must_be_sealed_and_keeps_its_window(state: CudaState) -> 
     read(state, 0, [400, 500, 100])
     before, row = state.live_pages_of(0), state.row(0)
     assert (row.must_seal, row.sealed, len(before)) == (True, False, 8)
-    with pytest.raises(StateError, match="must be sealed first"):
+    with pytest.raises(StateError, match="expected a sealed row; seal it first"):
         step(state, 0)
     state.seal_prompt(0, STREAM)
     row = state.row(0)

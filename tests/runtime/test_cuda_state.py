@@ -174,7 +174,7 @@ def test_null_handles_and_results_are_refused(api: NativeApi, state: CudaState) 
         "tsk_state_pages": (0, 0, None, 0, None),
         "tsk_state_statistics": (0, None, STREAM),
         "tsk_state_fault": (None, STREAM),
-        "tsk_state_begin_generation": (None, 1),
+        "tsk_state_begin_generation": (None, 1, None),
     }.items():
         with pytest.raises(ConfigError, match=" is null; expected the "):
             state._call(name, *arguments)

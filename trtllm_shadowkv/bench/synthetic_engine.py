@@ -33,7 +33,7 @@ def write_synthetic_engine(directory: Path, model: ModelConfig, build: BuildConf
         build: rank and max_seq_len given; dtype bfloat16 or float16.
     """
     target = tensorrt_engine.prepare(build)
-    with whole_directory(directory.absolute(), sum(2 * prod(w.shape) for w in weights(model))) as partial:
+    with whole_directory(directory.absolute(), sum(2 * prod(w.shape) for w in weights(model, build.dtype))) as partial:
         places = _write_weights(partial / names.WEIGHTS_FILE, model, build.dtype)
         write_graph(partial, model, build, places)
         write_config(partial, model, build)
@@ -50,10 +50,10 @@ def _write_weights(path: Path, model: ModelConfig, dtype: str) -> dict[str, Plac
     places = {}
     offset = 0
     with path.open("wb") as file:
-        for weight in weights(model):
+        for weight in weights(model, dtype):
             shared = _LAYER.sub("layers.", weight.name)
             if shared not in written:
-                data = _random(weight, generator).to(getattr(torch, dtype)).view(torch.int16).numpy()
+                data = _random(weight, generator).to(getattr(torch, weight.dtype)).view(torch.int16).numpy()
                 file.seek(offset)
                 data.tofile(file)
                 written[shared] = Place(offset, data.nbytes)

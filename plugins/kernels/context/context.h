@@ -70,8 +70,12 @@ cudaError_t writeLandmarks(View const& view, Seal const& seal, cudaStream_t stre
 // ascending order, bit map (View::excluded, all words of the row's chunks), exact keys and values.
 cudaError_t writeOutliers(View const& view, Seal const& seal, cudaStream_t stream);
 
-// Gram matrix K^T K [H D, H D] float32 of the un-rotated keys, rounded to T, divided by a power of four that brings the
-// largest key of the layer near 1; into the scratch. Both triangles.
+// Replaces the sealed keys in the live pages by what they were before RoPE, rounded to T; one that is not finite, or does
+// not fit T, sets kFAULT_KEYS. A row's window stays as it is; the row cannot be sealed again.
+cudaError_t unrotateKeys(View const& view, Seal const& seal, cudaStream_t stream);
+
+// Gram matrix K^T K [H D, H D] float32 of the un-rotated keys, divided by a power of four that brings the largest key of
+// the layer near 1; into the scratch. Both triangles.
 cudaError_t computeGram(View const& view, Seal const& seal, cudaStream_t stream);
 
 // View::factorB: r orthonormal rows that span, nearly, the r leading eigenvectors of the Gram matrix, by subspace
@@ -79,7 +83,7 @@ cudaError_t computeGram(View const& view, Seal const& seal, cudaStream_t stream)
 // diagonal: it is of no use afterwards.
 cudaError_t findBasis(View const& view, Seal const& seal, cudaStream_t stream);
 
-// View::factorA: A = K B^T of the un-rotated keys, rounded to T, with B as it was stored.
+// View::factorA: A = K B^T of the un-rotated keys, with B as it was stored.
 cudaError_t projectPrompt(View const& view, Seal const& seal, cudaStream_t stream);
 
 } // namespace trtllm_shadowkv::kernels

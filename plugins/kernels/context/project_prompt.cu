@@ -1,13 +1,12 @@
 #include "kernels/context/seal.cuh"
-#include "kernels/context/unrotated.cuh"
+#include "kernels/decode/device.cuh"
 #include "kernels/launch.cuh"
 
 // A warp multiplies 16 tokens by up to kMAX_COLUMNS columns of the transposed B; its sums stay in registers over all
 // heads. A slice is 16 frequencies of one head, 32 of the product's H D steps: the elements before D / 2 and their
-// partners. Keys, which are a warp's own, and rows of B, which all warps read, come through shared memory, kSTAGES
-// slices in turn. Keys are un-rotated on their way into the registers of a tensor-core product: lane (g, t) takes
-// elements 4t to 4t + 3 of rows g and g + 8 as columns 2t, 2t + 1, 2t + 8, 2t + 9, and rows of B lie in shared memory
-// in that order.
+// partners. Un-rotated keys, which are a warp's own, and rows of B, which all warps read, come through shared memory,
+// kSTAGES slices in turn. Of a tensor-core product lane (g, t) takes elements 4t to 4t + 3 of rows g and g + 8 as columns
+// 2t, 2t + 1, 2t + 8, 2t + 9, and rows of B lie in shared memory in that order.
 namespace trtllm_shadowkv::kernels
 {
 namespace
@@ -130,15 +129,6 @@ __global__ void __launch_bounds__(kTHREADS, 1)
         copyAsync<kPIECE>(to + keysAt + kKEY_HALF + lane * kPIECE, key + kHALF);
     };
 
-    // The units of rows g and g + 8; past the end any angle does.
-    int32_t const lastUnit = tokens / kUNIT - 1;
-    float const* const steps = view.ropeSteps + g * D + t * 8;
-    float const* turns[2];
-#pragma unroll
-    for (int32_t j = 0; j < 2; ++j)
-    {
-        turns[j] = view.ropeTurns + size_t{static_cast<uint32_t>(min(begin / kUNIT + j, lastUnit))} * D + t * 8;
-    }
     // Matrices of B: 8 rows x 8 columns, 8 rows further, then both of the next 8 columns.
     uint32_t const basisLane = static_cast<uint32_t>((lane / 8 % 2 * 8 + lane % 8) * kPITCH + lane / 16 * kPIECE);
     float sums[2 * kMAX_UNITS][4] = {};
@@ -163,23 +153,13 @@ __global__ void __launch_bounds__(kTHREADS, 1)
         }
         commitCopies();
         char const* const own = ring + stage * kSTAGE_BYTES + keysAt + g * kKEY_ROW + t * 8;
-        int32_t const f = slice % kHEAD_SLICES * kFREQUENCIES;
-        Item rows[2];
-#pragma unroll
-        for (int32_t j = 0; j < 2; ++j)
-        {
-            float4 const* const step = reinterpret_cast<float4 const*>(steps + f * 2);
-            float4 const* const turn = reinterpret_cast<float4 const*>(turns[j] + f * 2);
-            char const* const row = own + j * 8 * kKEY_ROW;
-            Item const item = {*reinterpret_cast<uint2 const*>(row), *reinterpret_cast<uint2 const*>(row + kKEY_HALF)};
-            rows[j] = unrotate<T>(item, compose(turn[0], step[0]), compose(turn[1], step[1]));
-        }
         uint32_t const matrices = ringAddress + static_cast<uint32_t>(stage * kSTAGE_BYTES) + basisLane;
 #pragma unroll
         for (int32_t half = 0; half < 2; ++half)
         {
-            uint2 const upper = half == 0 ? rows[0].own : rows[0].partner;
-            uint2 const lower = half == 0 ? rows[1].own : rows[1].partner;
+            char const* const row = own + half * kKEY_HALF;
+            uint2 const upper = *reinterpret_cast<uint2 const*>(row);
+            uint2 const lower = *reinterpret_cast<uint2 const*>(row + 8 * kKEY_ROW);
 #pragma unroll
             for (int32_t unit = 0; unit < kMAX_UNITS; ++unit)
             {

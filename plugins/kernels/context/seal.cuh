@@ -14,6 +14,12 @@ __device__ __forceinline__ T* scratchOf(Seal const& seal, SealLayout const& layo
         static_cast<char*>(seal.scratch) + static_cast<uint32_t>(index) * layout.bytes + offset);
 }
 
+// Page id of token p of a prompt, whose pages do not wrap.
+__device__ __forceinline__ int32_t promptPage(View const& v, int32_t slot, int32_t p)
+{
+    return v.liveTable[size_t{static_cast<uint32_t>(slot)} * v.liveTableStride + p / kLIVE_PAGE_TOKENS];
+}
+
 inline bool isValid(View const& view, Seal const& seal)
 {
     return seal.slot >= 0 && seal.slot < view.slots && seal.sealedRow >= 0 && seal.sealedRow < view.sealedRows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.plugins.gpu.oracle import check_step, close
-from tests.plugins.gpu.prompts import check_prompt, check_seal, natural_qkv, normal_qkv, read_prompt, seal
+from tests.plugins.gpu.prompts import check_prompt, check_seal, natural_qkv, normal_qkv, pre_rope, read_prompt, seal
 from tests.plugins.gpu.rig import Rig, Shape
 from tests.plugins.gpu.test_decode_step import qkv_for
 from tests.reference.driver import prompt
@@ -67,6 +67,28 @@ def test_a_seal_is_the_references(name: str, how: tuple[str, str], generator: to
             check_seal(rig, slot, *seal(rig, slot))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_seal_unrotates_its_keys_and_leaves_all_else_equal(dtype: str, generator: torch.Generator) -> None:
+    """In its live pages: neither the window, of which a page holds sealed tokens too, nor another row has changed."""
+    shape = Shape(heads=5, kv_heads=5, layers=2, outliers=3, dtype=dtype)
+    with Rig(shape, rows=2, tokens=512) as rig:
+        for slot, tokens in enumerate((300, 200)):
+            rig.allocate(slot, tokens, tokens + 20)
+            read_prompt(rig, slot, natural_qkv(rig, tokens, generator), [tokens])
+        before, values = rig.memory.live_keys.clone(), rig.memory.live_values.clone()
+        at = torch.arange(264, device=before.device)
+        page, place = rig.live_at(0, at), at % 128
+        keys, _ = seal(rig, 0)
+        assert rig.state.row(0).published * shape.chunk == len(at)
+        after = rig.memory.live_keys.clone()
+        for layer in range(shape.layers):
+            found = after[layer, page, :, place].flatten(1)
+            close(found, pre_rope(rig, keys[layer], len(at)), 2.0**-8 if dtype == "bfloat16" else 2.0**-11)
+            after[layer, page, :, place] = before[layer, page, :, place]
+        assert torch.equal(after.view(torch.int16), before.view(torch.int16))
+        assert torch.equal(rig.memory.live_values.view(torch.int16), values.view(torch.int16))
+
+
 def special_keys(kind: str, tokens: int, width: int, generator: torch.Generator) -> Tensor:
     """[tokens, width] float32 pre-RoPE keys."""
     device = generator.device
@@ -104,14 +126,21 @@ def test_hostile_keys(kind: str, landmarks: str, generator: torch.Generator) -> 
         assert rig.state.fault(rig.stream.cuda_stream) == 0
 
 
-def test_keys_that_are_not_finite_say_so_and_reach_nobody_else(generator: torch.Generator) -> None:
-    shape = Shape(heads=4, kv_heads=2, head_size=64, rank=32, outliers=5, landmarks="e4m3", values="e4m3")
+@pytest.mark.parametrize(
+    ("dtype", "keys"), [("bfloat16", (torch.nan, 0)), ("float16", (torch.inf, 0)), ("float16", (6e4, 6e4))]
+)
+def test_keys_that_are_not_finite_say_so_and_reach_nobody_else(
+    dtype: str, keys: tuple[float, float], generator: torch.Generator
+) -> None:
+    """Also those that are finite, and not before RoPE: two elements that are partners, as far turned as these."""
+    shape = Shape(heads=4, kv_heads=2, head_size=64, rank=32, outliers=5, landmarks="e4m3", values="e4m3", dtype=dtype)
     with Rig(shape, rows=2, tokens=1024) as rig:
         qkv = natural_qkv(rig, 500, generator)
         for slot in (0, 1):
             rig.allocate(slot, 500, 600)
             read_prompt(rig, slot, qkv, [500])
-        rig.memory.live_keys[0][rig.live_at(0, torch.tensor([77], device=qkv.device)), 1, 77, 5] = torch.nan
+        page = rig.live_at(0, torch.tensor([1], device=qkv.device))
+        rig.memory.live_keys[0][page, 1, 1, 0], rig.memory.live_keys[0][page, 1, 1, 32] = keys
         seal(rig, 0)
         assert rig.state.fault(rig.stream.cuda_stream) == 4
         check_seal(rig, 1, *seal(rig, 1))
