@@ -30,6 +30,8 @@ __all__ = ["CudaState", "PinnedSlab"]
 
 ELEMENTS = ("float16", "bfloat16")
 FORMATS = ("element", "e4m3")
+STORED = {"auto": "element", "fp8": "e4m3"}
+"""Format of a ``value_dtype`` or ``landmark_dtype``."""
 
 
 class CudaState(NativeHandle):
@@ -43,7 +45,7 @@ class CudaState(NativeHandle):
         config: settings; the rank may be open.
         dtype: of queries, keys and values: ``float16`` or ``bfloat16``.
         landmark_format, value_format: how landmarks, and values of sealed chunks, are kept: ``element``: as dtype;
-            ``e4m3``: with a float32 scale a chunk and head.
+            ``e4m3``: with a float32 scale a chunk and head; None: as ``config`` says.
         max_tokens: of one row, up to 2^21.
         slots: rows at a time.
         sealed_rows: those of them that may be sealed; 0 where no row grows beyond the dense limit.
@@ -72,8 +74,8 @@ class CudaState(NativeHandle):
         max_batch: int,
         live_pages: int,
         sealed_pages: int,
-        landmark_format: str = "element",
-        value_format: str = "element",
+        landmark_format: str | None = None,
+        value_format: str | None = None,
         row_groups: int = 0,
         device: int = 0,
         native: Library | None = None,
@@ -81,7 +83,8 @@ class CudaState(NativeHandle):
         super().__init__("state", "tsk_state_destroy", native)
         self.model, self.config = model, config.resolved(model.key_width)
         self.device, self.dtype = device, dtype
-        self.landmark_format, self.value_format = landmark_format, value_format
+        self.landmark_format = STORED[config.landmark_dtype] if landmark_format is None else landmark_format
+        self.value_format = STORED[config.value_dtype] if value_format is None else value_format
         self._slots: set[int] = set()
         frequencies = model.rope.inverse_frequencies(model.head_size)
         c = self.config
@@ -108,8 +111,8 @@ class CudaState(NativeHandle):
         }
         settings = StateConfig(
             element=_index("dtype", dtype, ELEMENTS),
-            landmark_format=_index("landmark_format", landmark_format, FORMATS),
-            value_format=_index("value_format", value_format, FORMATS),
+            landmark_format=_index("landmark_format", self.landmark_format, FORMATS),
+            value_format=_index("value_format", self.value_format, FORMATS),
             dense_limit=-1 if c.dense else c.dense_limit,
             inverse_frequencies=(ctypes.c_float * len(frequencies))(*frequencies),
             **{name: whole(name, value, 32) for name, value in numbers.items()},

@@ -31,6 +31,13 @@ def test_a_shadowkv_number_of_another_kind_is_refused_by_name(name: str, value: 
         ShadowKVConfig(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["value_dtype", "landmark_dtype"])
+@pytest.mark.parametrize("value", ["e4m3", "", None, 8, ["fp8"]])
+def test_a_stored_type_that_there_is_not_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"shadowkv\.{name} is .*; expected 'auto' or 'fp8'"):
+        ShadowKVConfig(**{name: value})
+
+
 @pytest.mark.parametrize("name", ["max_batch_size", "max_seq_len", "max_num_tokens"])
 @pytest.mark.parametrize("value", [*WRONG_TYPES, 0, -1, 2**40])
 def test_a_build_number_of_another_kind_is_refused_by_name(name: str, value: Any) -> None:

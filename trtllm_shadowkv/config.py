@@ -17,6 +17,7 @@ from trtllm_shadowkv.errors import ConfigError, nearest
 Dtype = Literal["float32", "float16", "bfloat16"]
 Attention = Literal["shadowkv", "dense"]
 Backend = Literal["onnx", "tensorrt", "tensorrt-rtx"]
+StoredDtype = Literal["auto", "fp8"]
 PAGE_TOKENS = 128
 """Tokens in one page of the live key/value pool."""
 
@@ -79,6 +80,9 @@ class ShadowKVConfig(_Config):
         dense_limit: rows up to this many tokens, prompt and generated, use exact attention over all of them.
         cache_factor: LRU slots of the chunk cache for each KV head, in units of top_k. It changes speed and
             memory, never a result.
+        value_dtype, landmark_dtype: how values of sealed chunks, and landmarks, are kept: ``auto``: as the engine
+            computes; ``fp8``: e4m3 with a float32 scale for each chunk and KV head, half the bytes over the link and
+            in memory (the TensorRT executor alone).
     """
 
     attention: Attention = _built("shadowkv")
@@ -89,6 +93,8 @@ class ShadowKVConfig(_Config):
     window: int = _run(256)
     dense_limit: int = _run(4096)
     cache_factor: int = _run(2)
+    value_dtype: StoredDtype = _run("auto")
+    landmark_dtype: StoredDtype = _run("auto")
 
     def __post_init__(self) -> None:
         if self.attention not in get_args(Attention):
@@ -105,6 +111,9 @@ class ShadowKVConfig(_Config):
         _check_int("shadowkv", "window", self.window, self.chunk_size)
         _check_int("shadowkv", "cache_factor", self.cache_factor, 1, 64)
         _check_int("shadowkv", "dense_limit", self.dense_limit, 1)
+        for name in ("value_dtype", "landmark_dtype"):
+            if getattr(self, name) not in get_args(StoredDtype):
+                raise ConfigError(f"shadowkv.{name} is {getattr(self, name)!r}", "'auto' or 'fp8'")
         if self.window % self.chunk_size:
             raise ConfigError(f"shadowkv.window is {self.window}", f"a multiple of chunk_size ({self.chunk_size})")
         if self.dense_limit + 1 < self.window + self.chunk_size:

@@ -59,6 +59,13 @@ def open_executor(engine: EngineDirectory, runtime: RuntimeConfig, config: Shado
 def _onnx_cpu(engine: EngineDirectory, runtime: RuntimeConfig, config: ShadowKVConfig) -> Opened:
     for module in ("onnx", "onnxruntime", "onnxruntime_extensions"):
         require(module, "cpu")
+    for name in ("value_dtype", "landmark_dtype"):
+        if getattr(config, name) != "auto":
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r} on the executor onnx_cpu",
+                "'auto'",
+                "only the TensorRT executor keeps them in fp8",
+            )
     from trtllm_shadowkv.runtime.executors.cpu_state import CpuState
     from trtllm_shadowkv.runtime.executors.onnx_cpu import OnnxCpuExecutor
 

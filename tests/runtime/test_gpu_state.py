@@ -41,6 +41,18 @@ def gpu(library: Library) -> Iterator[GpuState]:
     state.close()
 
 
+def test_fp8_values_take_half_the_host_memory_and_fp8_landmarks_less_of_the_device(library: Library) -> None:
+    rows = {}
+    for stored in ("auto", "fp8"):
+        state = made(library, 200 << 20, config={"value_dtype": stored, "landmark_dtype": stored})
+        rows[stored] = state.footprint(1000, 1100, False)
+        assert state.cuda.value_format == state.cuda.landmark_format == {"auto": "element", "fp8": "e4m3"}[stored]
+        state.close()
+    assert rows["fp8"].host < 0.51 * rows["auto"].host  # in whole pages
+    assert rows["fp8"].sealed < rows["auto"].sealed
+    assert rows["fp8"].live == rows["auto"].live
+
+
 @pytest.mark.parametrize("megabytes", [20, 24, 27, 40, 60, 2000])
 def test_device_memory_is_used_as_far_as_rows_can_use_it(library: Library, megabytes: int) -> None:
     c = capacity_of(library, megabytes << 20)

@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -31,14 +31,14 @@ from trtllm_shadowkv.bench.gpu_baselines import device_kernels
 from trtllm_shadowkv.bench.report import as_json, gpu_report
 from trtllm_shadowkv.bench.synthetic import choose_outliers, fill_pools, fill_values, llama
 from trtllm_shadowkv.bench.synthetic_engine import write_synthetic_engine
-from trtllm_shadowkv.config import BuildConfig, ShadowKVConfig
+from trtllm_shadowkv.config import BuildConfig, ShadowKVConfig, StoredDtype
 from trtllm_shadowkv.engine_directory import EngineDirectory
 from trtllm_shadowkv.errors import ConfigError
 from trtllm_shadowkv.hardware import gpu_by_name, weight_bytes
 from trtllm_shadowkv.native_state import DRY
 from trtllm_shadowkv.plan import Workload, dense_step, shadow_step
 from trtllm_shadowkv.runtime.cuda_memory import CudaMemory
-from trtllm_shadowkv.runtime.cuda_state import CudaState
+from trtllm_shadowkv.runtime.cuda_state import STORED, CudaState
 from trtllm_shadowkv.runtime.executors.gpu_state import Capacity, GpuState, RowPages
 from trtllm_shadowkv.runtime.executors.tensorrt import TensorRtExecutor, batch_sizes
 
@@ -139,7 +139,8 @@ def opened(
     """An executor of at most ``rows`` rows of ``total`` tokens, with pinned memory for the values of one."""
     limited = replace(engine, build=replace(engine.build, max_batch_size=rows, max_seq_len=total))
     chunks = RowPages.of(config, total, total, dense=False).chunks
-    host_memory = engine.model.num_layers * GpuState.region_of(engine.model, config, "element", chunks)
+    region = GpuState.region_of(engine.model, config, STORED[config.value_dtype], chunks)
+    host_memory = engine.model.num_layers * region
     executor = TensorRtExecutor(limited, config, device_memory=device_memory, host_memory=host_memory)
     try:
         yield executor
@@ -236,7 +237,16 @@ def measure(rows: Rows, keep: float) -> dict[str, Any]:
 
 def predicted(engine: EngineDirectory, config: ShadowKVConfig, context: int, row: dict[str, Any]) -> dict[str, float]:
     """What ``plan`` says of the same step."""
-    w = Workload(engine.model, gpu_by_name("h200"), config, context, hit_rate=row["hit_rate"])
+    value_bytes, landmark_bytes = (1 if t == "fp8" else 2 for t in (config.value_dtype, config.landmark_dtype))
+    w = Workload(
+        engine.model,
+        gpu_by_name("h200"),
+        config,
+        context,
+        value_bytes=value_bytes,
+        landmark_bytes=landmark_bytes,
+        hit_rate=row["hit_rate"],
+    )
     step = dense_step(w, row["batch"], 2) if row["hit_rate"] is None else shadow_step(w, row["batch"])
     return {
         "plan_microseconds": step.seconds * 1e6,
@@ -260,14 +270,22 @@ def dense_case(engine: EngineDirectory, context: int, device_memory: int) -> dic
 
 def shadow_cases(
     engine: EngineDirectory,
+    stored: StoredDtype,
     context: int,
     device_memory: int,
     dense: dict[str, Any],
     batch: int,
     add: Callable[[dict[str, Any]], None],
 ) -> None:
-    """As many rows as fit, as many as ``dense`` has, and ``batch``, each at every one of HIT_RATES."""
-    total, config = context + GENERATED, engine.build.shadowkv
+    """As many rows as fit, as many as ``dense`` has, and ``batch``, each at every one of HIT_RATES.
+
+    Args:
+        stored: how values and landmarks are kept.
+        dense: the row of dense attention.
+        add: called with each row.
+    """
+    total = context + GENERATED
+    config = engine.build.shadowkv.overridden({"value_dtype": stored, "landmark_dtype": stored})
     most = rows_that_fit(engine, config, context, device_memory)
     with opened(engine, config, most, total, device_memory) as executor:
         fill(executor, most, context)
@@ -281,7 +299,7 @@ def shadow_cases(
             rows = Rows(executor, count)
             for target in HIT_RATES:
                 row = measure(rows, keep_probability(target, drawn, kept))
-                row = {"kernel": "step", "mode": "shadowkv", "context": context, "fits": most, **row}
+                row = {"kernel": "step", "mode": "shadowkv", "stored": stored, "context": context, "fits": most, **row}
                 row |= {"kept_hit_rate": kept, "drawn_hit_rate": drawn}
                 for name in ("speedup", "gpu_speedup"):
                     speed = name.replace("speedup", "tokens_per_second")
@@ -294,6 +312,7 @@ def main() -> None:
     parser.add_argument("--engine", type=Path, help="an engine directory; else one is written")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--batch", type=int, default=24, help="rows of ShadowKV, besides as many as fit and as dense's")
+    parser.add_argument("--stored", nargs="+", choices=get_args(StoredDtype), default=list(get_args(StoredDtype)))
     parser.add_argument("--output")
     o = parser.parse_args()
     data = gpu_report("python -m trtllm_shadowkv.bench.engine")
@@ -331,7 +350,8 @@ def main() -> None:
         for context in sorted(o.contexts, reverse=True):
             dense = dense_case(engine, context, device_memory)
             add(dense)
-            shadow_cases(engine, context, device_memory, dense, o.batch, add)
+            for stored in o.stored:
+                shadow_cases(engine, stored, context, device_memory, dense, o.batch, add)
 
 
 if __name__ == "__main__":

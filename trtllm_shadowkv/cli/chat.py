@@ -24,9 +24,15 @@ def chat(
     budget: o.Budget = None,
     threads: o.Threads = None,
     executor: o.ExecutorName = None,
+    max_batch_size: o.MaxBatchSize = None,
+    max_seq_len: o.MaxSeqLen = None,
     max_stretch: o.MaxStretch = None,
+    device_memory: o.DeviceMemory = None,
+    host_memory: o.HostMemory = None,
     dense_limit: o.DenseLimit = None,
     window: o.Window = None,
+    value_dtype: o.ValueDtype = None,
+    landmark_dtype: o.LandmarkDtype = None,
 ) -> None:
     """Talk with the model. A line is a turn; Ctrl-C ends an answer, Ctrl-D or an empty line the conversation."""
     from trtllm_shadowkv.sampling_params import SamplingParams
@@ -36,8 +42,20 @@ def chat(
     )
     share = o.attention_params(attention, budget)
     messages = [{"role": "system", "content": system}] if system else []
-    settings = {"threads": threads, "max_stretch": max_stretch, "dense_limit": dense_limit, "window": window}
-    with o.open_llm(engine_dir, executor=executor, **settings) as llm:
+    with o.open_llm(
+        engine_dir,
+        executor=executor,
+        threads=threads,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        max_stretch=max_stretch,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        dense_limit=dense_limit,
+        window=window,
+        value_dtype=value_dtype,
+        landmark_dtype=landmark_dtype,
+    ) as llm:
         while line := _line():
             messages.append({"role": "user", "content": line})
             answer = ""

@@ -41,9 +41,15 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, with statistics.")] = False,
     threads: o.Threads = None,
     executor: o.ExecutorName = None,
+    max_batch_size: o.MaxBatchSize = None,
+    max_seq_len: o.MaxSeqLen = None,
     max_stretch: o.MaxStretch = None,
+    device_memory: o.DeviceMemory = None,
+    host_memory: o.HostMemory = None,
     dense_limit: o.DenseLimit = None,
     window: o.Window = None,
+    value_dtype: o.ValueDtype = None,
+    landmark_dtype: o.LandmarkDtype = None,
 ) -> None:
     """Continue one or more prompts. Without --prompt and --prompt-file the prompt is read from standard input."""
     from trtllm_shadowkv.sampling_params import SamplingParams
@@ -60,8 +66,20 @@ def generate(
     )
     share = o.attention_params(attention, budget)
     prompts = _prompts(prompt or [], prompt_file or [], lines)
-    settings = {"threads": threads, "max_stretch": max_stretch, "dense_limit": dense_limit, "window": window}
-    with o.open_llm(engine_dir, executor=executor, **settings) as llm:
+    with o.open_llm(
+        engine_dir,
+        executor=executor,
+        threads=threads,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len,
+        max_stretch=max_stretch,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        dense_limit=dense_limit,
+        window=window,
+        value_dtype=value_dtype,
+        landmark_dtype=landmark_dtype,
+    ) as llm:
         if len(prompts) == 1 and n == 1 and not as_json:
             for delta in o.shown(llm.generate_async(prompts[0], params, attention=share)):
                 typer.echo(delta.text, nl=False)

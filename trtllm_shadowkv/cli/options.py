@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trtllm_shadowkv.errors import RequestError
+from trtllm_shadowkv.hardware import check_positive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,15 +32,35 @@ ExecutorName = Annotated[
     str | None, typer.Option("--executor", rich_help_panel=_ENGINE, help="onnx_cpu or tensorrt; else as the engine is.")
 ]
 Threads = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Threads; else one a core.")]
+MaxBatchSize = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Rows at a time; else as built.")]
+MaxSeqLen = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Tokens of a row; else as built.")]
+DeviceMemory = Annotated[
+    float | None,
+    typer.Option(rich_help_panel=_ENGINE, help="GB (1e9 bytes) for keys and sealed state; else what is free."),
+]
+HostMemory = Annotated[
+    float | None,
+    typer.Option(rich_help_panel=_ENGINE, help="GB of host memory for values; else a quarter of what is free."),
+]
+ValueDtype = Annotated[
+    str | None, typer.Option(rich_help_panel=_ENGINE, help="Values of sealed chunks: auto, or fp8 on a GPU.")
+]
+LandmarkDtype = Annotated[str | None, typer.Option(rich_help_panel=_ENGINE, help="Landmarks: auto, or fp8 on a GPU.")]
 MaxStretch = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Prompt tokens in one pass.")]
 DenseLimit = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Tokens up to which a row is dense.")]
 Window = Annotated[int | None, typer.Option(rich_help_panel=_ENGINE, help="Newest tokens kept exactly.")]
 
 
-def open_llm(engine_dir: Path, **settings: Any) -> LLM:
-    """Load an engine; settings that are None keep their default."""
+def open_llm(
+    engine_dir: Path, *, device_memory: float | None = None, host_memory: float | None = None, **settings: Any
+) -> LLM:
+    """Load an engine; settings that are None keep their default. Memory is in GB."""
     from trtllm_shadowkv.llm import LLM
 
+    for name, gigabytes in (("device_memory", device_memory), ("host_memory", host_memory)):
+        if gigabytes is not None:
+            check_positive(name, gigabytes)
+            settings[name] = int(gigabytes * 1e9)
     return LLM(engine_dir, **{k: v for k, v in settings.items() if v is not None})
 
 
