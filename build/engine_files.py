@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from trtllm_shadowkv import names
-from trtllm_shadowkv.build.llama_graph import Weight, build_graph, weights
+from trtllm_shadowkv.build.llama_graph import ONNX_TYPES, Weight, build_graph, weights
 from trtllm_shadowkv.config import BuildConfig
 from trtllm_shadowkv.engine_directory import engine_config
 from trtllm_shadowkv.errors import EngineError
@@ -80,7 +80,7 @@ def check_graph(directory: Path, model: ModelConfig, dtype: str) -> None:
     try:
         proto = onnx.load(str(path), load_external_data=False)
         weights_here = [t for t in proto.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
-        where = [(t.name, {e.key: e.value for e in t.external_data}) for t in weights_here]
+        found = [(t.name, t.data_type, tuple(t.dims), {e.key: e.value for e in t.external_data}) for t in weights_here]
         for tensor in weights_here:
             proto.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
             proto.graph.initializer.remove(tensor)
@@ -88,7 +88,8 @@ def check_graph(directory: Path, model: ModelConfig, dtype: str) -> None:
     except Exception as e:  # neither protobuf nor the checker has an error class to name
         reason = " ".join(str(e).split())[:400]
         raise EngineError(f"onnx.checker refuses {path}: {reason}", todo="build the engine again") from e
-    if where != [(weight.name, place.external_data) for weight, place in layout(model, dtype)]:
+    places = layout(model, dtype)
+    if found != [(w.name, ONNX_TYPES[w.dtype], w.shape, place.external_data) for w, place in places]:
         raise EngineError(
             f"{path} does not hold the weights of this model as this version lays them out",
             todo="build the engine again",

@@ -64,7 +64,7 @@ class PinnedValuePool:
     A row has a region for each layer, in one slab each; regions of one row follow each other where there is room.
 
     Args:
-        capacity: bytes, rounded up to whole slabs.
+        capacity: bytes at most.
         largest: bytes of the largest region that will be asked for.
         make: takes pinned memory of a number of bytes.
         progress: called with bytes done and bytes in all after each slab.
@@ -81,20 +81,28 @@ class PinnedValuePool:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         size = -(-_SLAB_BYTES // aligned(largest)) * aligned(largest)  # the largest regions leave nothing over
-        count = -(-capacity // size)
-        self.capacity, self.used = count * size, 0
+        whole, rest = divmod(capacity // _ALIGNMENT * _ALIGNMENT, size)
+        self._sizes = [size] * whole + [rest] * (rest > 0)
+        self.capacity, self.used = sum(self._sizes), 0
         self._slabs: list[PinnedSlab] = []
         self._free: list[list[tuple[int, int]]] = []  # of each slab: begin and end, ascending, never touching
         self._taken: dict[int, tuple[int, int, int]] = {}  # by address: slab, begin, end
+        done = 0
         try:
-            for done in range(1, count + 1):
+            for size in self._sizes:
                 self._slabs.append(make(size))
                 self._free.append([(0, size)])
+                done += size
                 if progress is not None:
-                    progress(done * size, count * size)
+                    progress(done, self.capacity)
         except BaseException:
             self.close()
             raise
+
+    def share(self, nbytes: int) -> int:
+        """Bytes of the capacity that a region of ``nbytes`` stands for: an empty pool has room where shares have."""
+        regions = sum(size // aligned(nbytes) for size in self._sizes)
+        return self.capacity // regions if regions else self.capacity + 1
 
     def take(self, nbytes: int, count: int) -> list[int]:
         """Device addresses of ``count`` regions of ``nbytes``, multiples of 4,096.

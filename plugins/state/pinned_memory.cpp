@@ -61,6 +61,8 @@ PinnedMemory::PinnedMemory(size_t bytes, Fill const& fill) : mMappingBytes(bytes
         uintptr_t const address = reinterpret_cast<uintptr_t>(mMapping);
         mMemory = reinterpret_cast<std::byte*>((address + kHUGE_PAGE - 1) / kHUGE_PAGE * kHUGE_PAGE);
         madvise(mMemory, bytes, MADV_HUGEPAGE); // refused where the system has none: then in small pages, only slower
+        // A fork must not make this process's writes go to other pages than those that the GPU reads.
+        madvise(mMemory, bytes, MADV_DONTFORK);
         fillInParallel(mMemory, bytes, fill);
         TSK_CUDA(cudaHostRegister(mMemory, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable));
     }

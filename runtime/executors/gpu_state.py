@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtllm_shadowkv.config import PAGE_TOKENS, ShadowKVConfig
-from trtllm_shadowkv.errors import ConfigError, GenerationError
+from trtllm_shadowkv.errors import ConfigError, GenerationError, StateError
 from trtllm_shadowkv.footprint import SEALED_PAGE_TOKENS, window_pages
 from trtllm_shadowkv.models import ModelConfig
 from trtllm_shadowkv.runtime.cuda_state import CudaState
@@ -15,6 +15,7 @@ from trtllm_shadowkv.runtime.state import Footprint, PassKind, RowStatistics
 from trtllm_shadowkv.runtime.value_pool import PinnedValuePool, aligned
 
 _FAULT_KEYS = 4  # kernels::kFAULT_KEYS
+_MAX_PAGES = 1 << 20  # of a state, of either kind
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,12 @@ class Capacity:
             )
         # Short rows stay dense: room for one in every slot, where there is.
         short = RowPages.of(config, 1, int(min(max_tokens, config.limit)), dense=False).live * slots
+        short = min(short, _MAX_PAGES)
         if fits(max(live, short), sealed):
             live = max(live, short)
-        sealed = _largest(sealed, longest.sealed * slots, lambda pages: fits(live, pages))
-        live = _largest(live, max(live, -(-max_tokens // PAGE_TOKENS) * slots), lambda pages: fits(pages, sealed))
+        most_live, most_sealed = -(-max_tokens // PAGE_TOKENS) * slots, longest.sealed * slots
+        sealed = _largest(sealed, min(most_sealed, _MAX_PAGES), lambda pages: fits(live, pages))
+        live = _largest(live, max(live, min(most_live, _MAX_PAGES)), lambda pages: fits(pages, sealed))
         live_bytes = (size(live, sealed) - size(1, sealed)) // max(live - 1, 1)
         sealed_bytes = (size(live, sealed) - size(live, min(1, rows))) // max(sealed - 1, 1)
         return cls(live, sealed, rows, max(live_bytes, 1), max(sealed_bytes, 1), device_bytes)
@@ -109,6 +112,11 @@ def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
+
+
+def wrong_inputs(fault: int) -> StateError:
+    """What kernels found wrong that no caller can have caused."""
+    return StateError(f"kernels found wrong inputs (fault bits {fault})", "0", "report this as a bug")
 
 
 class GpuState:
@@ -142,7 +150,7 @@ class GpuState:
         """Bytes a sequence will need: what admission reserves."""
         pages = RowPages.of(self.config, prompt_tokens, total_tokens, dense)
         live, sealed = self.capacity.live_bytes, self.capacity.sealed_bytes
-        host = self.model.num_layers * self.region_bytes(pages.chunks)
+        host = self.model.num_layers * self.values.share(self.region_bytes(pages.chunks)) if self.values else 0
         return Footprint(pages.live * live, pages.sealed * sealed, host, pages.kept * live)
 
     def allocate(self, slot: int, *, prompt_tokens: int, total_tokens: int, top_k: int, dense: bool) -> None:
@@ -197,8 +205,11 @@ class GpuState:
         """
         self._unsealed.discard(slot)
         self.cuda.seal_prompt(slot, self.stream)
-        if self.cuda.fault(self.stream) & _FAULT_KEYS:
+        fault = self.cuda.fault(self.stream)
+        if fault & _FAULT_KEYS:
             raise GenerationError("the model gave keys that are not finite for this prompt")
+        if fault:
+            raise wrong_inputs(fault)
 
     def statistics(self, slot: int) -> RowStatistics:
         """Waits for the stream."""

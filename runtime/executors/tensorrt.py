@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,7 +28,7 @@ from trtllm_shadowkv.errors import StateError
 from trtllm_shadowkv.native_state import DRY
 from trtllm_shadowkv.runtime.cuda_state import CudaState, PinnedSlab
 from trtllm_shadowkv.runtime.cuda_stream import CudaStream
-from trtllm_shadowkv.runtime.executors.gpu_state import Capacity, GpuState, RowPages
+from trtllm_shadowkv.runtime.executors.gpu_state import Capacity, GpuState, RowPages, wrong_inputs
 from trtllm_shadowkv.runtime.executors.tensorrt_engine import CONTEXT, GENERATION, INPUTS, LoadedEngine, log
 from trtllm_shadowkv.runtime.state import PADDING
 from trtllm_shadowkv.runtime.value_pool import PinnedValuePool
@@ -36,6 +37,10 @@ _SPARE_BYTES = 2 << 30
 """Of device memory that is left to CUDA's graphs and modules, and to the caller."""
 _INPUT_STEP = 64
 """TensorRT wants inputs at multiples of 256 bytes."""
+_CAPTURES = 3
+"""Tries to capture passes before it is given up."""
+_device_lock = threading.RLock()
+"""Held by what captures, and by what waits for the whole device, which breaks captures of other threads."""
 
 _log = logging.getLogger(__name__)
 Array = NDArray[Any]
@@ -81,15 +86,17 @@ class TensorRtExecutor:
         self._device = torch.device("cuda", device)
         self._sizes = batch_sizes(engine.build.max_batch_size)
         self._ran: set[int] = set()
+        self._failed_captures = 0
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        with ExitStack() as held:
+        with _device_lock, ExitStack() as held:
             self._own = held.enter_context(CudaStream(device))
             self._stream = torch.cuda.ExternalStream(self._own.handle, self._device)
             self._loaded: LoadedEngine | None = LoadedEngine.open(engine, device)
             self._make_buffers(self._loaded, held)
             self.state = self._make_state(config, device_memory, host_memory, progress)
             held.callback(self.state.close)
-            self._finalizer = weakref.finalize(self, _give_back, os.getpid(), held.pop_all())
+            self._process = os.getpid()
+            self._finalizer = weakref.finalize(self, _give_back, self._process, held.pop_all())
 
     def _make_buffers(self, loaded: LoadedEngine, held: ExitStack) -> None:
         most = max(self.engine.build.max_num_tokens, self.engine.build.max_batch_size)
@@ -111,7 +118,7 @@ class TensorRtExecutor:
             }
             for size in self._sizes:
                 self._point(self._contexts[size], (size,) * len(INPUTS))
-            torch.cuda.synchronize()
+            self._stream.synchronize()
 
     def _pinned(self, held: ExitStack, dtype: torch.dtype, *shape: int) -> Tensor:
         slab = held.enter_context(PinnedSlab(prod(shape) * dtype.itemsize, self._device.index))
@@ -214,16 +221,22 @@ class TensorRtExecutor:
 
     def _capture(self, size: int) -> None:
         """Capture a step, which TensorRT wants to have run once; nothing of it runs. Where it cannot be, none is."""
-        graph = torch.cuda.CUDAGraph()
+        if not _device_lock.acquire(blocking=False):  # another executor captures, opens or closes: next time
+            return
         try:
+            graph = torch.cuda.CUDAGraph()
             # Other threads may allocate meanwhile.
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._step(size)
-        except Exception as e:
-            self.graphs = False
-            _log.warning("generation passes run without CUDA graphs from now on: %s", e)
-            return
-        self._graphs[size] = graph
+            self._graphs[size] = graph
+        except Exception as e:  # whoever else uses the device in this process may have waited for all of it
+            self._failed_captures += 1
+            self.graphs = self._failed_captures < _CAPTURES
+            _log.warning(
+                "a generation pass could not be captured as a CUDA graph (try %d): %s", self._failed_captures, e
+            )
+        finally:
+            _device_lock.release()
 
     @contextmanager
     def _pass(self) -> Iterator[None]:
@@ -232,8 +245,8 @@ class TensorRtExecutor:
             try:
                 yield
             except BaseException:
-                with suppress(Exception):
-                    torch.cuda.synchronize()
+                with suppress(Exception), _device_lock:
+                    torch.cuda.synchronize()  # fetches run on a stream of the state's own
                     self.state.cuda.fault(self._own.handle)
                 raise
 
@@ -266,20 +279,27 @@ class TensorRtExecutor:
         self._answer[:count].copy_(self._logits[:count], non_blocking=True)
         fault = self.state.cuda.fault(self._own.handle)  # waits for the stream
         if fault:
-            raise StateError(f"kernels found wrong inputs (fault bits {fault})", "0", "report this as a bug")
+            raise wrong_inputs(fault)
         return self._answer[:count].numpy()
 
     def close(self) -> None:
-        """Give all memory back; nothing to do the second time."""
-        self._graphs.clear()
-        self._contexts.clear()
-        self._scratch = self._inputs = self._staged = self._logits = self._answer = torch.empty(0)
-        self._finalizer()
-        self._loaded = None
-        torch.cuda.empty_cache()
+        """Give all memory back; nothing to do the second time, or in a fork of the process that took it."""
+        if os.getpid() != self._process:
+            return
+        with _device_lock:
+            self._graphs.clear()
+            self._contexts.clear()
+            self._scratch = self._inputs = self._staged = self._logits = self._answer = torch.empty(0)
+            try:
+                self._finalizer()
+            finally:
+                self._loaded = None
+            with suppress(RuntimeError):  # a device that has failed
+                torch.cuda.empty_cache()
 
 
 def _give_back(process: int, held: ExitStack) -> None:
     """Unless this is a fork of the process that took it: CUDA is none of its business."""
     if os.getpid() == process:
-        held.close()
+        with _device_lock:
+            held.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ GENERATION, CONTEXT = 0, 1
 INPUTS = (names.INPUT_IDS, names.POSITION_IDS, names.LAST_TOKEN_IDS, names.SEQUENCE_SLOTS)
 
 
-class _Log:
-    """What TensorRT said since it was last cleared."""
+class _Log(threading.local):
+    """What TensorRT said to this thread since it was last cleared."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -80,9 +81,10 @@ class LoadedEngine:
     def activation_bytes(self) -> int:
         """Scratch that one pass of any profile needs."""
         e = self._engine
-        by_profile = getattr(e, "get_device_memory_size_for_profile_v2", e.get_device_memory_size_for_profile)
-        whole = getattr(e, "device_memory_size_v2", e.device_memory_size)
-        return max(1, int(whole), *(int(by_profile(p)) for p in range(e.num_optimization_profiles)))
+        v2 = "_v2" if hasattr(e, "device_memory_size_v2") else ""  # before it sizes were 32 bits
+        by_profile = getattr(e, f"get_device_memory_size_for_profile{v2}")
+        whole = int(getattr(e, f"device_memory_size{v2}"))
+        return max(1, whole, *(int(by_profile(p)) for p in range(e.num_optimization_profiles)))
 
     def context(self, profile: int, scratch: Tensor, stream: int) -> Any:
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import write_tiny
 from trtllm_shadowkv import names
-from trtllm_shadowkv.build.builder import build_engine, verify_engine
-from trtllm_shadowkv.build.llama_graph import weights
+from trtllm_shadowkv.build import manifest
+from trtllm_shadowkv.build.builder import build_engine, refresh_engine, verify_engine
+from trtllm_shadowkv.build.llama_graph import head_weight, weights
 from trtllm_shadowkv.config import BuildConfig, ShadowKVConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory
 from trtllm_shadowkv.errors import CheckpointError, ConfigError, EngineError, MissingDependencyError, ShadowKVError
@@ -65,6 +66,24 @@ def test_the_weights_file_holds_every_weight_in_the_dtype_asked_for(
         assert found[weight.name] == expected.view(torch.uint8).numpy().tobytes(), weight.name
     assert len(found) == len(list(weights(engine.model, dtype)))
     assert engine.build.dtype == dtype
+
+
+def test_weights_of_another_type_in_the_same_bytes_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """A directory whose head is bfloat16, as earlier versions wrote it, must not be read as float16."""
+    engine = build_engine(tiny_model, tmp_path / "engine", replace(SMALL, dtype="bfloat16"))
+    path = engine.path / names.ONNX_FILE
+    graph = onnx.load(path, load_external_data=False)
+    for tensor in graph.graph.initializer:
+        if tensor.name == head_weight(engine.model):
+            assert tensor.data_type == onnx.TensorProto.FLOAT16
+            tensor.data_type = onnx.TensorProto.BFLOAT16
+    path.write_bytes(graph.SerializeToString())
+    manifest.write(engine.path)
+    before = {p.name: p.read_bytes() for p in engine.path.iterdir()}
+    for act in (verify_engine, refresh_engine):
+        with pytest.raises(EngineError, match=r"does not hold the weights|onnx\.checker refuses"):
+            act(engine.path)
+    assert {p.name: p.read_bytes() for p in engine.path.iterdir()} == before
 
 
 def test_a_sharded_model_makes_the_same_engine(tiny_model: Path, tmp_path: Path) -> None:

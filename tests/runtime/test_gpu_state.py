@@ -53,6 +53,20 @@ def test_fp8_values_take_half_the_host_memory_and_fp8_landmarks_less_of_the_devi
     assert rows["fp8"].live == rows["auto"].live
 
 
+def test_more_rows_than_a_state_has_pages_for(library: Library) -> None:
+    """2^20 pages at most of either kind, whatever the memory would hold."""
+
+    def size_of(**sizes: int) -> int:
+        with make(library, slots=1024, max_batch=1024, max_tokens=1 << 18, **sizes) as state:
+            return state.device_bytes
+
+    with make(library) as state:
+        config = state.config
+    c = Capacity.within(1 << 46, 1024, 1 << 18, config, size_of)
+    assert c.live_pages == 1 << 20
+    assert c.sealed_pages < 1 << 20
+
+
 @pytest.mark.parametrize("megabytes", [20, 24, 27, 40, 60, 2000])
 def test_device_memory_is_used_as_far_as_rows_can_use_it(library: Library, megabytes: int) -> None:
     c = capacity_of(library, megabytes << 20)
@@ -107,7 +121,7 @@ def test_a_footprint_is_what_a_row_takes(gpu: GpuState) -> None:
         row = gpu.cuda.row(0)
         assert need.live == row.live_pages * gpu.capacity.live_bytes
         assert need.sealed == row.sealed_pages * gpu.capacity.sealed_bytes
-        assert need.host == gpu.values.used
+        assert gpu.values.used <= need.host < 1.001 * gpu.values.used  # with its share of what slabs leave over
         gpu.begin_pass("context", [0], 0, prompt, True)
         if gpu.must_seal(0):
             # A dry state seals nothing, but keeps the books of it.

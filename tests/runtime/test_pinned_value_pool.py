@@ -88,14 +88,38 @@ def test_all_or_none() -> None:
 def test_a_slab_is_as_large_as_the_largest_region() -> None:
     make = Maker()
     pool = PinnedValuePool(5 * GIB, 2 * GIB + 1, make)
-    assert [s.nbytes for s in make.slabs] == [2 * GIB + 4096] * 3
+    assert [s.nbytes for s in make.slabs] == [2 * GIB + 4096] * 2 + [GIB - 8192]
     small = Maker()
     PinnedValuePool(5 * GIB, 600 << 20, small)
-    assert [s.nbytes for s in small.slabs] == [1200 << 20] * 5
-    assert pool.capacity == sum(s.nbytes for s in make.slabs)
+    assert [s.nbytes for s in small.slabs] == [1200 << 20] * 4 + [320 << 20]
+    assert pool.capacity == sum(s.nbytes for s in make.slabs) == 5 * GIB
     pool.close()
     pool.close()
     assert all(s.closed for s in make.slabs)
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 4095])
+def test_next_to_nothing_is_nothing(capacity: int) -> None:
+    pool = PinnedValuePool(capacity, GIB, Maker())
+    assert pool.capacity == 0
+    assert pool.share(1) > 0
+    with pytest.raises(NoRoomError):
+        pool.take(1, 1)
+
+
+def test_an_empty_pool_has_room_for_what_its_shares_allow() -> None:
+    """Whatever a slab of regions of one size leaves over."""
+    rng = random.Random(3)
+    for _ in range(300):
+        largest = rng.randint(1, 400 << 20)
+        pool = PinnedValuePool(rng.randint(0, 9 * GIB), largest, Maker())
+        for size in (largest, rng.randint(1, largest), 1):
+            most = pool.capacity // pool.share(size)
+            if size > 1 << 20:
+                pool.give(pool.take(size, most))
+                with pytest.raises(NoRoomError):
+                    pool.take(size, most + 1)
+            assert most <= pool.capacity // aligned(size)
 
 
 def test_progress_and_a_failure_half_way() -> None:
