@@ -48,6 +48,13 @@ gpu_library = $(or $(TRTLLM_SHADOWKV_LIBRARY),$(CURDIR)/out/gpu/plugins/libtrtll
 
 # TensorRT and its headers: the packed folder's where it is there, else what the environment has.
 packed := $(abspath $(PACKED))
+ifneq ($(filter command environment,$(firstword $(origin PACKED))),)
+ifneq ($(PACKED),)
+ifeq ($(wildcard $(packed)/lib),)
+    $(error PACKED=$(PACKED) has no lib: name a folder that scripts/pack_tensorrt.sh made)
+endif
+endif
+endif
 ifneq ($(and $(packed),$(wildcard $(packed)/lib)),)
     packed_lib := LD_LIBRARY_PATH='$(packed)/lib'$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH}
     packed_site := PYTHONPATH='$(packed)/site'$${PYTHONPATH:+:$$PYTHONPATH}

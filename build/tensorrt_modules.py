@@ -44,8 +44,8 @@ PRODUCTS = {
         ("tensorrt", "tensorrt_bindings"),
         ("libnvinfer.so.10", "libnvinfer_plugin.so.10", "libnvonnxparser.so.10"),
         "tensorrt_libs",
-        "install TensorRT 10.6 or newer: pip install tensorrt; or pip install --no-deps -r requirements/tensorrt.txt "
-        "and put TensorRT's libraries on LD_LIBRARY_PATH",
+        "install TensorRT 10.6: pip install tensorrt==10.6.0; or in a checkout scripts/pack_tensorrt.sh --build, and "
+        "set LD_LIBRARY_PATH and PYTHONPATH as it prints",
     ),
     "tensorrt-rtx": Product(
         "TensorRT-RTX",

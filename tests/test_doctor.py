@@ -43,7 +43,20 @@ def test_nothing_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_need_has_a_name() -> None:
     known = {part.name for part in (*PACKAGES, doctor.DRIVER, doctor.NVCC, doctor.CXX, doctor.PLUGINS)}
+    known |= {doctor.NVINFER.name, doctor.BUILDER.name}
     assert {name for needs in PURPOSES.values() for name in needs} <= known
+
+
+def test_tensorrts_libraries_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where LD_LIBRARY_PATH says, one by one: what runs engines does not build them."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path / 'none'}:{tmp_path}")
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    lacks = [examine(driver=no_driver).purposes["compile an engine for a GPU"]]
+    for name in ("libnvinfer.so.10", "libnvinfer_builder_resource.so.10.6.0"):
+        (tmp_path / name).touch()
+        lacks.append(examine(driver=no_driver).purposes["compile an engine for a GPU"])
+    both = [doctor.NVINFER.name, doctor.BUILDER.name]
+    assert [[name for name in both if name in found] for found in lacks] == [both, both[1:], []]
 
 
 def test_this_machine() -> None:

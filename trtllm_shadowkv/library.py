@@ -199,7 +199,7 @@ class Library:
             function = getattr(self._lib, name)
         except AttributeError as e:
             raise MissingDependencyError(
-                f"{self.path} has no function {name}: it is no {FILE}", todo=_HOW_TO_GET
+                f"{self.path} has no function {name}: it is no {FILE}, or an older build of it", todo=_HOW_TO_GET
             ) from e
         function.restype = result
         function.argtypes = arguments

@@ -47,8 +47,11 @@ def merged_settings(
     return replace(engine, build=served), runtime, build.shadowkv.overridden({**runtime.shadowkv, **overrides})
 
 
-def memory_budgets(runtime: RuntimeConfig) -> tuple[int, int]:
+def memory_budgets(runtime: RuntimeConfig, host_share: float) -> tuple[int, int]:
     """Bytes for device and host memory; on a CPU both are the machine's.
+
+    Args:
+        host_share: of what is free, for host memory where it is not set.
 
     Raises:
         EngineError: they are not set, and the system does not say what is free.
@@ -56,4 +59,4 @@ def memory_budgets(runtime: RuntimeConfig) -> tuple[int, int]:
     free = memory().pinnable
     if free is None and (runtime.device_memory is None or runtime.host_memory is None):
         raise EngineError("this system does not say how much memory is free", todo="set device_memory and host_memory")
-    return runtime.device_memory or (free or 0) // 2, runtime.host_memory or (free or 0) // 4
+    return runtime.device_memory or (free or 0) // 2, runtime.host_memory or int((free or 0) * host_share)

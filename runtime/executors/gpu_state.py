@@ -89,9 +89,9 @@ class Capacity:
         live, sealed = longest.live + longest.kept * (slots - 1), longest.sealed
         if not fits(live, sealed):
             raise ConfigError(
-                f"device_memory is {device_bytes:,} bytes",
+                f"there are {device_bytes:,} bytes of device memory for keys and sealed state",
                 f"at least {size(live, sealed):,}, for one row of {max_tokens:,} tokens among {slots} rows",
-                "raise device_memory, or lower max_seq_len or max_batch_size when the engine is built",
+                "lower max_batch_size or max_seq_len, or raise device_memory where it was set",
             )
         # Short rows stay dense: room for one in every slot, where there is.
         short = RowPages.of(config, 1, int(min(max_tokens, config.limit)), dense=False).live * slots
@@ -150,7 +150,9 @@ class GpuState:
         """Bytes a sequence will need: what admission reserves."""
         pages = RowPages.of(self.config, prompt_tokens, total_tokens, dense)
         live, sealed = self.capacity.live_bytes, self.capacity.sealed_bytes
-        host = self.model.num_layers * self.values.share(self.region_bytes(pages.chunks)) if self.values else 0
+        host = 0
+        if pages.chunks and self.values is not None:
+            host = self.model.num_layers * self.values.share(self.region_bytes(pages.chunks))
         return Footprint(pages.live * live, pages.sealed * sealed, host, pages.kept * live)
 
     def allocate(self, slot: int, *, prompt_tokens: int, total_tokens: int, top_k: int, dense: bool) -> None:

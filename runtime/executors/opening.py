@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 from trtllm_shadowkv import names
-from trtllm_shadowkv.config import RuntimeConfig, ShadowKVConfig
+from trtllm_shadowkv.config import PAGE_TOKENS, RuntimeConfig, ShadowKVConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory
 from trtllm_shadowkv.errors import ConfigError, EngineError, MissingDependencyError, require
+from trtllm_shadowkv.footprint import SEALED_PAGE_TOKENS
 from trtllm_shadowkv.llm_settings import memory_budgets
 from trtllm_shadowkv.runtime.scheduler import Executor, Limits, Pool, Reserve
 from trtllm_shadowkv.runtime.value_pool import PinnedValuePool, ValuePool
 
 _CPU_STRETCH = 1024
+_CPU_HOST_SHARE, _GPU_HOST_SHARE = 0.25, 0.75
+_REPORTED = 5.0
+"""Seconds between lines on the progress of pinning."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +74,7 @@ def _onnx_cpu(engine: EngineDirectory, runtime: RuntimeConfig, config: ShadowKVC
     from trtllm_shadowkv.runtime.executors.cpu_state import CpuState
     from trtllm_shadowkv.runtime.executors.onnx_cpu import OnnxCpuExecutor
 
-    device, host = memory_budgets(runtime)
+    device, host = memory_budgets(runtime, _CPU_HOST_SHARE)
     values = ValuePool(host)
     state = CpuState(engine.model, config, values)
     runner = OnnxCpuExecutor(engine, state, runtime.threads)
@@ -81,9 +86,19 @@ def _onnx_cpu(engine: EngineDirectory, runtime: RuntimeConfig, config: ShadowKVC
 def _tensorrt(engine: EngineDirectory, runtime: RuntimeConfig, config: ShadowKVConfig) -> Opened:
     from trtllm_shadowkv.runtime.executors.tensorrt import TensorRtExecutor
 
-    _, host = memory_budgets(runtime)
+    _, host = memory_budgets(runtime, _GPU_HOST_SHARE)
+    reported = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal reported
+        if time.monotonic() - reported > _REPORTED:
+            reported = time.monotonic()
+            _log.info("%.1f of %.1f GB of host memory are pinned", done / 1e9, total / 1e9)
+
     try:
-        runner = TensorRtExecutor(engine, config, device_memory=runtime.device_memory, host_memory=host)
+        runner = TensorRtExecutor(
+            engine, config, device_memory=runtime.device_memory, host_memory=host, progress=progress
+        )
     except MissingDependencyError as e:
         if not engine.has_onnx:
             raise
@@ -94,6 +109,15 @@ def _tensorrt(engine: EngineDirectory, runtime: RuntimeConfig, config: ShadowKVC
         Pool("device", ("live",), capacity.live_pages * capacity.live_bytes),
         Pool("device", ("sealed",), capacity.sealed_pages * capacity.sealed_bytes),
         Pool("host", ("host",), values.capacity if values else 0),
+    )
+    _log.info(
+        "%d rows of up to %d tokens: %.1f GB of the GPU for %d live and %d sealed tokens, %.1f GB of host memory",
+        engine.build.max_batch_size,
+        engine.max_seq_len,
+        state.cuda.device_bytes / 1e9,
+        capacity.live_pages * PAGE_TOKENS,
+        capacity.sealed_pages * SEALED_PAGE_TOKENS,
+        pools[-1].capacity / 1e9,
     )
     stretch = runtime.max_stretch or engine.build.max_num_tokens
     return Opened(runner, Limits(engine.build.max_batch_size, stretch, pools), state.footprint, values)

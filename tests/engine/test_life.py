@@ -81,7 +81,7 @@ def test_equal_weights_are_stored_once(llama_engine: Path) -> None:
 
 
 def test_too_little_memory_for_a_row(engine: Made) -> None:
-    with pytest.raises(ConfigError, match=r"device_memory is 1,048,576 bytes; expected at least"):
+    with pytest.raises(ConfigError, match=r"1,048,576 bytes of device memory .*; lower max_batch_size"):
         LLM(engine("float16"), device_memory=1 << 20, host_memory=1 << 30)
 
 

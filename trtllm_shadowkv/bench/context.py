@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from trtllm_shadowkv.bench.gpu_baselines import elapsed, kernel_events
-from trtllm_shadowkv.bench.report import as_json, gpu_report
+from trtllm_shadowkv.bench.report import as_json, gpu_report, run_on_gpu
 from trtllm_shadowkv.bench.synthetic import CHUNK, HEAD_SIZE, HEADS, KV_HEADS, OUTLIERS, RANK, TOP_K, WINDOW, llama
 from trtllm_shadowkv.config import PAGE_TOKENS, ShadowKVConfig
 from trtllm_shadowkv.footprint import SEALED_PAGE_TOKENS
@@ -232,4 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_on_gpu(main)

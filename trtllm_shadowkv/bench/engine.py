@@ -28,7 +28,7 @@ import torch
 
 from trtllm_shadowkv import names
 from trtllm_shadowkv.bench.gpu_baselines import device_kernels
-from trtllm_shadowkv.bench.report import as_json, gpu_report
+from trtllm_shadowkv.bench.report import as_json, gpu_report, run_on_gpu
 from trtllm_shadowkv.bench.synthetic import choose_outliers, fill_pools, fill_values, llama
 from trtllm_shadowkv.bench.synthetic_engine import write_synthetic_engine
 from trtllm_shadowkv.config import BuildConfig, ShadowKVConfig, StoredDtype
@@ -355,4 +355,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_on_gpu(main)

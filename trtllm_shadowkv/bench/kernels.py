@@ -22,7 +22,7 @@ from trtllm_shadowkv.bench.gpu_baselines import (
     microseconds,
     torch_stages,
 )
-from trtllm_shadowkv.bench.report import as_json, gpu_report
+from trtllm_shadowkv.bench.report import as_json, gpu_report, run_on_gpu
 from trtllm_shadowkv.bench.synthetic import (
     CHUNK,
     HEAD_SIZE,
@@ -244,4 +244,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_on_gpu(main)

@@ -6,9 +6,12 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from trtllm_shadowkv.errors import ShadowKVError
 
 PACKAGES = ("torch", "onnxruntime", "onnxruntime-extensions", "transformers", "numpy")
 
@@ -49,6 +52,21 @@ def gpu_report(command: str) -> dict[str, Any]:
     del data["results"]
     data["versions"] |= {"driver": device.driver_version, "cuda": device.runtime_version}
     return data | {"gpu": device.name}
+
+
+def run_on_gpu(main: Callable[[], None]) -> None:
+    """Run a bench of GPU 0; what is missing for it ends the program with one line.
+
+    Raises:
+        SystemExit: no GPU, library or TensorRT.
+    """
+    from trtllm_shadowkv.library import load
+
+    try:
+        load().device_info(0)
+        main()
+    except ShadowKVError as e:
+        raise SystemExit(f"error: {e}") from e
 
 
 def as_json(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +42,7 @@ DeviceMemory = Annotated[
 ]
 HostMemory = Annotated[
     float | None,
-    typer.Option(rich_help_panel=_ENGINE, help="GB of host memory for values; else a quarter of what is free."),
+    typer.Option(rich_help_panel=_ENGINE, help="GB of host memory for values; else a share of what is free."),
 ]
 ValueDtype = Annotated[
     str | None, typer.Option(rich_help_panel=_ENGINE, help="Values of sealed chunks: auto, or fp8 on a GPU.")
@@ -57,6 +59,9 @@ def open_llm(
     """Load an engine; settings that are None keep their default. Memory is in GB."""
     from trtllm_shadowkv.llm import LLM
 
+    if sys.stderr.isatty():  # which executor runs, and what it has room for
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("trtllm_shadowkv").setLevel(logging.INFO)
     for name, gigabytes in (("device_memory", device_memory), ("host_memory", host_memory)):
         if gigabytes is not None:
             check_positive(name, gigabytes)
@@ -85,7 +90,6 @@ def shown(handle: RequestHandle) -> Iterator[StreamDelta]:
 
 @contextmanager
 def _reading(handle: RequestHandle) -> Iterator[None]:
-    import sys
     import threading
 
     total = len(handle.prompt_ids)
