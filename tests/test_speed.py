@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from trtllm_shadowkv.bench.cpu import Contest, measure
 from trtllm_shadowkv.build.builder import build_engine
 from trtllm_shadowkv.config import BuildConfig, ShadowKVConfig
 
 
+@pytest.mark.alone
 def test_at_least_as_fast_as_transformers(demo_model: Path, tmp_path: Path) -> None:
     build = BuildConfig(shadowkv=ShadowKVConfig(top_k=64, rank=96, outliers=8, dense_limit=1024))
     engine = build_engine(demo_model, tmp_path / "engine", build)
