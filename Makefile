@@ -41,7 +41,7 @@ test: $(done)/test $(done)/demo $(done)/compiled $(done)/tensorrt $(done)/packed
 	$(bin)/ruff format --check
 	git ls-files -z -- '*.c' '*.cpp' '*.cu' '*.cuh' '*.h' | xargs -0 --no-run-if-empty $(bin)/clang-format --dry-run -Werror
 	$(bin)/mypy --strict -p trtllm_shadowkv
-	$(bin)/python -m pytest -q -n 2 --dist loadfile -m "not alone"
+	$(bin)/python -m pytest -q -n 2 --dist worksteal -m "not alone"
 	$(bin)/python -m pytest -q -m alone
 
 # The library for this machine's GPU alone, unless TRTLLM_SHADOWKV_LIBRARY names one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from trtllm_shadowkv import __version__, names
 from trtllm_shadowkv.build import manifest
 from trtllm_shadowkv.config import BuildConfig, ShadowKVConfig
 from trtllm_shadowkv.errors import ConfigError, EngineError
+from trtllm_shadowkv.json_reader import JsonReader
 from trtllm_shadowkv.models import ModelConfig
+from trtllm_shadowkv.trtllm_config import model_config, tensor_parallel_size
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,11 @@ class EngineDirectory:
         return self.build.max_seq_len
 
     @property
+    def has_manifest(self) -> bool:
+        """False where ``trtllm-build`` wrote it."""
+        return (self.path / names.MANIFEST_FILE).is_file()
+
+    @property
     def has_onnx(self) -> bool:
         return names.ONNX_FILE in self.files
 
@@ -47,6 +55,8 @@ class EngineDirectory:
     def open(cls, path: str | Path, *, whole: bool = False) -> EngineDirectory:
         """Check a directory against its manifest and read its configuration.
 
+        What ``trtllm-build`` writes has no manifest: then the configuration is all that is checked.
+
         Args:
             whole: hash every byte, as ``verify`` does.
 
@@ -57,6 +67,10 @@ class EngineDirectory:
             path = Path(path)
         except TypeError as e:
             raise EngineError(f"an engine directory of type {type(path).__name__}", "a path, as str or Path") from e
+        if _is_of_trtllm_build(path):
+            if whole:
+                raise EngineError(f"{path} has no {names.MANIFEST_FILE}", "one that trtllm-shadowkv build wrote")
+            return _of_trtllm_build(path)
         listed = manifest.check(path, whole=whole)
         config = path / names.CONFIG_FILE
         if names.CONFIG_FILE not in listed["files"]:
@@ -97,3 +111,42 @@ def engine_config(model: ModelConfig, build: BuildConfig) -> dict[str, Any]:
         },
         "shadowkv": build.shadowkv.to_dict(),
     }
+
+
+def _is_of_trtllm_build(path: Path) -> bool:
+    return os.path.isfile(path / names.ENGINE_FILE) and not os.path.lexists(path / names.MANIFEST_FILE)
+
+
+def _of_trtllm_build(path: Path) -> EngineDirectory:
+    """Read config.json as TensorRT-LLM 0.15 to 1.2 writes it for the class of ``trtllm_model.py``.
+
+    Raises:
+        EngineError: no such file, one of another version or of another class, or an engine that is split over ranks.
+    """
+    config = path / names.CONFIG_FILE
+    again = "build it with trtllm-build and the class file of trtllm-shadowkv model-file (docs/trtllm.md)"
+    try:
+        data = json.loads(config.read_text(encoding="utf-8"))
+        if isinstance(data, dict) and "builder_config" in data:
+            raise EngineError(f"{config} has a builder_config", "build_config, as TensorRT-LLM 0.15 writes it", again)
+        pretrained, limits = data["pretrained_config"], JsonReader(data["build_config"], f"{config}: build_config")
+        if pretrained.get("shadowkv") is None:
+            raise EngineError(f"{config} has no section shadowkv: {path} is another model class's engine", todo=again)
+        model = model_config(pretrained, f"{config}: pretrained_config")
+        if (ranks := tensor_parallel_size(pretrained, str(config))) != 1:
+            raise EngineError(f"{path} is split over {ranks} ranks", "an engine of one", again)
+        build = BuildConfig(
+            dtype=pretrained["dtype"],
+            max_batch_size=limits.integer("max_batch_size"),
+            max_seq_len=limits.integer("max_seq_len"),
+            max_num_tokens=limits.integer("max_num_tokens"),
+            backend="tensorrt",
+            shadowkv=ShadowKVConfig.from_dict(pretrained["shadowkv"], f"{config}: shadowkv"),
+        )
+        files = tuple(sorted(p.name for p in path.iterdir() if p.is_file()))
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as e:
+        if isinstance(e, EngineError):
+            raise
+        what = str(e) if isinstance(e, ConfigError) else f"{type(e).__name__}: {e}"
+        raise EngineError(f"{config} cannot be used: {what}", todo=again) from e
+    return EngineDirectory(path, model, build, files)

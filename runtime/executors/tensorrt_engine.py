@@ -45,7 +45,8 @@ class LoadedEngine:
         info = plugins.device_info(device)  # before TensorRT, which does not survive a machine without a GPU
         backend = directory.build.backend
         trt = tensorrt_modules.load(backend)
-        _check_made_for(directory, str(trt.__version__), info.compute_capability, plugins.version)
+        if directory.has_manifest:
+            _check_made_for(directory, str(trt.__version__), info.compute_capability, plugins.version)
         logger = _loggers.setdefault(trt.__name__, _logger(trt))
         registry = trt.get_plugin_registry()
         if registry.get_creator(names.LANDMARK_TOPK, names.PLUGIN_VERSION, names.DOMAIN) is None:

@@ -114,7 +114,7 @@ sys.exit((here / "fail").exists())
 def fake(tools: Path) -> Path:
     """Such tools that the libraries pass for whole, and that pip fetches from nowhere."""
     (tools / "sha256sum").unlink()
-    (tools / "sha256sum").write_text("#!/bin/sh\nexit 0\n")
+    (tools / "sha256sum").write_text("#!/bin/sh\nwhile read -r line; do :; done\n")  # a closed pipe would fail
     (tools / "python").write_text(FAKE_PYTHON)
     for name in ("sha256sum", "python"):
         (tools / name).chmod(0o755)
