@@ -1,11 +1,11 @@
-"""``trtllm-shadowkv build``: a Hugging Face directory becomes an engine directory, whole or not at all."""
+"""``trtllm-shadowkv build``: a Hugging Face or TensorRT-LLM model becomes an engine directory, whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from trtllm_shadowkv.engine_directory import EngineDirectory
 from trtllm_shadowkv.errors import CheckpointError, ConfigError, EngineError, MissingDependencyError, require
 from trtllm_shadowkv.json_reader import JsonReader
 from trtllm_shadowkv.models import ModelConfig
+from trtllm_shadowkv.trtllm_checkpoint import TrtllmCheckpoint
 
 _GRAPH_BYTES = 4 << 20  # more than graph, configuration and manifest take
 
@@ -31,12 +32,13 @@ def build_engine(
     output_dir: str | Path,
     config: BuildConfig | None = None,
     *,
+    trtllm_checkpoint: bool = False,
     engine_only: bool = False,
     progress: Progress | None = None,
     compiling: Progress | None = None,
     verbose: bool = False,
 ) -> EngineDirectory:
-    """Write the engine directory of a Hugging Face model.
+    """Write the engine directory of a model.
 
     Everything is checked before anything is written; the directory appears under its name only when it is whole.
 
@@ -44,6 +46,7 @@ def build_engine(
         model_dir: config.json, safetensors and tokenizer files.
         output_dir: new or empty directory, or an engine directory to replace (with no other files in it).
         config: settings; None: the defaults.
+        trtllm_checkpoint: ``model_dir`` is a TensorRT-LLM checkpoint, of any tp_size, and no Hugging Face model.
         engine_only: keep only the compiled TensorRT engine, without the ONNX file and its weights.
         progress: called while the weights are written.
         compiling: called while TensorRT compiles, with parts done and parts in all.
@@ -63,10 +66,10 @@ def build_engine(
             "engine_only keeps nothing but a compiled TensorRT engine, and backend 'onnx' compiles none",
             todo="build without it, or with --backend tensorrt",
         )
-    output = _real_path(output_dir)
-    _check_output(output)
-    with _open_checkpoint(model_dir) as checkpoint:
-        model = replace(checkpoint.config, eos_token_ids=_end_tokens(checkpoint.directory, checkpoint.config))
+    output = real_path(output_dir)
+    check_output(output, manifest.owned(output), "an engine")
+    with _open_checkpoint(model_dir, trtllm_checkpoint) as checkpoint:
+        model = replace(checkpoint.config, eos_token_ids=end_tokens(checkpoint.directory, checkpoint.config))
         build = _resolved(model, config)
         checkpoint.check()
         copied = tokenizer_files(checkpoint.directory)
@@ -111,9 +114,9 @@ def refresh_engine(
         ConfigError, MissingDependencyError: the backend cannot compile here.
     """
     require("onnx", "cpu")
-    path = _real_path(engine_dir)
+    path = real_path(engine_dir)
     engine = _with_onnx(EngineDirectory.open(engine_dir))
-    _check_output(path)
+    check_output(path, manifest.owned(path), "an engine")
     build = _rebuilt(engine.build, backend, compute_capabilities)
     target = tensorrt_engine.prepare(build)
     needed = _GRAPH_BYTES if target is None else _bytes_needed(engine.model, build.dtype)
@@ -160,11 +163,12 @@ def verify_engine(engine_dir: str | Path) -> EngineDirectory:
     return engine
 
 
-def _open_checkpoint(model_dir: str | Path) -> Checkpoint:
+def _open_checkpoint(model_dir: str | Path, trtllm_checkpoint: bool) -> Checkpoint | TrtllmCheckpoint:
     try:
-        return Checkpoint.open(model_dir)
+        return TrtllmCheckpoint.open(model_dir) if trtllm_checkpoint else Checkpoint.open(model_dir)
     except (OSError, TypeError) as e:
-        raise CheckpointError(f"{model_dir!r} cannot be read: {e}", "a Hugging Face model directory") from e
+        kind = "TensorRT-LLM checkpoint" if trtllm_checkpoint else "Hugging Face model"
+        raise CheckpointError(f"{model_dir!r} cannot be read: {e}", f"a {kind} directory") from e
 
 
 def _resolved(model: ModelConfig, config: BuildConfig) -> BuildConfig:
@@ -181,7 +185,7 @@ def _resolved(model: ModelConfig, config: BuildConfig) -> BuildConfig:
     )
 
 
-def _real_path(path: str | Path) -> Path:
+def real_path(path: str | Path) -> Path:
     """Where a directory is, or will be; a link to it stays what it is when the directory is replaced.
 
     Raises:
@@ -193,22 +197,29 @@ def _real_path(path: str | Path) -> Path:
         raise EngineError(f"{path!r} is no path: {e}", "the path of a directory") from e
 
 
-def _check_output(output: Path) -> None:
-    """Refuse to replace what cannot be renamed, and anything but an engine: all that it holds is deleted."""
+def check_output(output: Path, owned: Container[str], kind: str) -> None:
+    """Refuse to replace what cannot be renamed, and what holds anything but ``owned`` files: all of it is deleted.
+
+    Args:
+        kind: ``an engine`` or ``a checkpoint``: what it may be, in errors.
+
+    Raises:
+        EngineError: another directory, or one that cannot be read.
+    """
     try:
         held = sorted(os.listdir(output))
     except FileNotFoundError:
         return
     except OSError as e:
-        raise EngineError(f"{output} is no directory to write: {e}", "a new one, an empty one or an engine") from e
+        raise EngineError(f"{output} is no directory to write: {e}", f"a new one, an empty one or {kind}") from e
     for what, it_is in (("the working directory", _is_here(output)), ("a mount point", os.path.ismount(output))):
         if it_is:
             raise EngineError(f"{output} is {what}", "a directory that can be replaced", "choose one below it")
-    foreign = [name for name in held if name not in manifest.owned(output)]
+    foreign = [name for name in held if name not in owned]
     if foreign:
         raise EngineError(
-            f"{output} holds {foreign[0]!r}, which belongs to no engine",
-            "a new or empty directory, or an engine to replace",
+            f"{output} holds {foreign[0]!r}, which belongs to no {kind.split()[-1]}",
+            f"a new or empty directory, or {kind} to replace",
             "move it away: the whole directory is replaced",
         )
 
@@ -220,7 +231,7 @@ def _is_here(directory: Path) -> bool:
         return False
 
 
-def _end_tokens(model_dir: Path, model: ModelConfig) -> tuple[int, ...]:
+def end_tokens(model_dir: Path, model: ModelConfig) -> tuple[int, ...]:
     """End tokens of config.json, and those that only generation_config.json lists (many models' end of a turn).
 
     Raises:
@@ -247,7 +258,9 @@ def _bytes_needed(model: ModelConfig, dtype: str) -> int:
     return layout(model, dtype)[-1][1].next_offset + _GRAPH_BYTES
 
 
-def _write_onnx(directory: Path, checkpoint: Checkpoint, build: BuildConfig, progress: Progress | None) -> None:
+def _write_onnx(
+    directory: Path, checkpoint: Checkpoint | TrtllmCheckpoint, build: BuildConfig, progress: Progress | None
+) -> None:
     places = layout(checkpoint.config, build.dtype)
     total = sum(place.size for _, place in places)
     done = 0

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 def build(
     model_dir: Annotated[Path | None, typer.Option(help="Hugging Face directory: config.json and safetensors.")] = None,
+    checkpoint_dir: Annotated[
+        Path | None,
+        typer.Option(help="Instead: TensorRT-LLM checkpoint, of any tp_size, with tokenizer files beside it."),
+    ] = None,
     output_dir: Annotated[Path | None, typer.Option(help="New or empty directory, or an engine to replace.")] = None,
     refresh: Annotated[
         Path | None, typer.Option(help="Instead: make all but the weights of this engine directory anew.")
@@ -57,11 +61,17 @@ def build(
         "max_num_tokens": max_num_tokens,
     }
     if refresh is not None:
-        others = {**settings, "model_dir": model_dir, "output_dir": output_dir, "config": config}
+        others = {
+            **settings,
+            "model_dir": model_dir,
+            "checkpoint_dir": checkpoint_dir,
+            "output_dir": output_dir,
+            "config": config,
+        }
         given = [name for name, value in others.items() if value is not None] + ["engine_only"] * engine_only
         if given:
             raise typer.BadParameter(f"--refresh ENGINE keeps its settings: it stands without {', '.join(given)}")
-        with _bar("TensorRT", hidden=verbose) as compiling:
+        with progress_bar("TensorRT", hidden=verbose) as compiling:
             engine = refresh_engine(
                 refresh,
                 backend=cast("Backend | None", backend),
@@ -71,16 +81,22 @@ def build(
             )
         _report(engine)
         return
-    if model_dir is None or output_dir is None:
-        raise typer.BadParameter("build needs --model-dir and --output-dir, or --refresh ENGINE")
+    if model_dir is not None and checkpoint_dir is not None:
+        raise typer.BadParameter("--model-dir and --checkpoint-dir exclude each other")
+    source = model_dir or checkpoint_dir
+    if source is None or output_dir is None:
+        raise typer.BadParameter(
+            "build needs --model-dir or --checkpoint-dir, and --output-dir; or else --refresh ENGINE"
+        )
     if compute_capability:
         settings["compute_capabilities"] = tuple(compute_capability)
     wanted = load_build_config(config, backend=backend, **settings)
-    with _bar("weights", unit="B") as progress, _bar("TensorRT", hidden=verbose) as compiling:
+    with progress_bar("weights", unit="B") as progress, progress_bar("TensorRT", hidden=verbose) as compiling:
         engine = build_engine(
-            model_dir,
+            source,
             output_dir,
             wanted,
+            trtllm_checkpoint=checkpoint_dir is not None,
             engine_only=engine_only,
             progress=progress,
             compiling=compiling,
@@ -122,7 +138,7 @@ def _report(engine: EngineDirectory) -> None:
 
 
 @contextmanager
-def _bar(what: str, *, unit: str = "", hidden: bool = False) -> Iterator[Progress | None]:
+def progress_bar(what: str, *, unit: str = "", hidden: bool = False) -> Iterator[Progress | None]:
     """A progress bar on a terminal, where tqdm is installed; it is seen from the first progress on."""
     import sys
     from importlib.util import find_spec

@@ -12,9 +12,11 @@ import typer
 from trtllm_shadowkv import __version__
 from trtllm_shadowkv.cli.build import build, verify
 from trtllm_shadowkv.cli.chat import chat
+from trtllm_shadowkv.cli.convert_checkpoint import convert_checkpoint
 from trtllm_shadowkv.cli.demo_model import demo_model
 from trtllm_shadowkv.cli.doctor import doctor
 from trtllm_shadowkv.cli.generate import generate
+from trtllm_shadowkv.cli.model_file import model_file
 from trtllm_shadowkv.cli.plan import plan
 from trtllm_shadowkv.errors import ShadowKVError
 
@@ -30,7 +32,7 @@ app = typer.Typer(
     context_settings={"token_normalize_func": _spelling, "help_option_names": ["-h", "--help"]},
     help="ShadowKV for TensorRT-LLM's engine backend: long contexts with keys of low rank and values in host memory.",
 )
-for _command in (demo_model, build, verify, generate, chat, plan, doctor):
+for _command in (demo_model, build, verify, generate, chat, convert_checkpoint, plan, doctor, model_file):
     app.command(_spelling(_command.__name__))(_command)
 
 
