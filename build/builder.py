@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from trtllm_shadowkv import names
 from trtllm_shadowkv.build import manifest, tensorrt_engine
 from trtllm_shadowkv.build.engine_files import check_graph, layout, write_config, write_graph
-from trtllm_shadowkv.build.whole_directory import whole_directory
-from trtllm_shadowkv.checkpoint import Checkpoint, to_dtype, tokenizer_files
+from trtllm_shadowkv.build.whole_directory import check_output, real_path, whole_directory
+from trtllm_shadowkv.checkpoint import Checkpoint, end_tokens, to_dtype, tokenizer_files
 from trtllm_shadowkv.config import Backend, BuildConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory
 from trtllm_shadowkv.errors import CheckpointError, ConfigError, EngineError, MissingDependencyError, require
-from trtllm_shadowkv.json_reader import JsonReader
 from trtllm_shadowkv.models import ModelConfig
 from trtllm_shadowkv.trtllm_checkpoint import TrtllmCheckpoint
 
@@ -183,75 +181,6 @@ def _resolved(model: ModelConfig, config: BuildConfig) -> BuildConfig:
         max_num_tokens=min(config.max_num_tokens, length),
         shadowkv=config.shadowkv.resolved(model.key_width),
     )
-
-
-def real_path(path: str | Path) -> Path:
-    """Where a directory is, or will be; a link to it stays what it is when the directory is replaced.
-
-    Raises:
-        EngineError: no path at all.
-    """
-    try:
-        return Path(os.path.realpath(path))
-    except (TypeError, ValueError) as e:
-        raise EngineError(f"{path!r} is no path: {e}", "the path of a directory") from e
-
-
-def check_output(output: Path, owned: Container[str], kind: str) -> None:
-    """Refuse to replace what cannot be renamed, and what holds anything but ``owned`` files: all of it is deleted.
-
-    Args:
-        kind: ``an engine`` or ``a checkpoint``: what it may be, in errors.
-
-    Raises:
-        EngineError: another directory, or one that cannot be read.
-    """
-    try:
-        held = sorted(os.listdir(output))
-    except FileNotFoundError:
-        return
-    except OSError as e:
-        raise EngineError(f"{output} is no directory to write: {e}", f"a new one, an empty one or {kind}") from e
-    for what, it_is in (("the working directory", _is_here(output)), ("a mount point", os.path.ismount(output))):
-        if it_is:
-            raise EngineError(f"{output} is {what}", "a directory that can be replaced", "choose one below it")
-    foreign = [name for name in held if name not in owned]
-    if foreign:
-        raise EngineError(
-            f"{output} holds {foreign[0]!r}, which belongs to no {kind.split()[-1]}",
-            f"a new or empty directory, or {kind} to replace",
-            "move it away: the whole directory is replaced",
-        )
-
-
-def _is_here(directory: Path) -> bool:
-    try:
-        return directory.samefile(os.curdir)
-    except FileNotFoundError:  # the working directory was removed
-        return False
-
-
-def end_tokens(model_dir: Path, model: ModelConfig) -> tuple[int, ...]:
-    """End tokens of config.json, and those that only generation_config.json lists (many models' end of a turn).
-
-    Raises:
-        CheckpointError: a file that is no JSON.
-        ConfigError: an end token that is none.
-    """
-    path = model_dir / "generation_config.json"
-    ids = list(model.eos_token_ids)
-    if path.exists():
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as e:
-            raise CheckpointError(f"{path} cannot be read: {e}", "JSON", "download the model again") from e
-        ids += JsonReader(data, str(path)).token_ids("eos_token_id", None)
-    for token in ids:
-        if token >= model.vocab_size:
-            raise ConfigError(
-                f"{model_dir}: eos_token_id {token}", f"at most {model.vocab_size - 1}, by its vocab_size"
-            )
-    return tuple(dict.fromkeys(ids))
 
 
 def _bytes_needed(model: ModelConfig, dtype: str) -> int:

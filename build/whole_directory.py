@@ -6,10 +6,49 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from trtllm_shadowkv.errors import EngineError
+
+
+def real_path(path: str | Path) -> Path:
+    """Where a directory is, or will be; a link to it stays what it is when the directory is replaced.
+
+    Raises:
+        EngineError: no path at all.
+    """
+    try:
+        return Path(os.path.realpath(path))
+    except (TypeError, ValueError) as e:
+        raise EngineError(f"{path!r} is no path: {e}", "the path of a directory") from e
+
+
+def check_output(output: Path, owned: Container[str], kind: str) -> None:
+    """Refuse to replace what cannot be renamed, and what holds anything but ``owned`` files: all of it is deleted.
+
+    Args:
+        kind: ``an engine`` or ``a checkpoint``: what it may be, in errors.
+
+    Raises:
+        EngineError: another directory, or one that cannot be read.
+    """
+    try:
+        held = sorted(os.listdir(output))
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise EngineError(f"{output} is no directory to write: {e}", f"a new one, an empty one or {kind}") from e
+    for what, it_is in (("the working directory", _is_here(output)), ("a mount point", os.path.ismount(output))):
+        if it_is:
+            raise EngineError(f"{output} is {what}", "a directory that can be replaced", "choose one below it")
+    foreign = [name for name in held if name not in owned]
+    if foreign:
+        raise EngineError(
+            f"{output} holds {foreign[0]!r}, which belongs to no {kind.split()[-1]}",
+            f"a new or empty directory, or {kind} to replace",
+            "move it away: the whole directory is replaced",
+        )
 
 
 @contextlib.contextmanager
@@ -88,3 +127,10 @@ def _lock(output: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _is_here(directory: Path) -> bool:
+    try:
+        return directory.samefile(os.curdir)
+    except FileNotFoundError:  # the working directory was removed
+        return False

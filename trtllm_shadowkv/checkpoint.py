@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trtllm_shadowkv.dtypes import to_dtype
-from trtllm_shadowkv.errors import CheckpointError
+from trtllm_shadowkv.errors import CheckpointError, ConfigError
+from trtllm_shadowkv.json_reader import JsonReader
 from trtllm_shadowkv.models import ModelConfig
 from trtllm_shadowkv.safetensors_file import STORAGE, SafetensorsFile
 
-__all__ = ["Checkpoint", "to_dtype", "tokenizer_files"]
+__all__ = ["Checkpoint", "end_tokens", "to_dtype", "tokenizer_files"]
 
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _HARMLESS = ".rotary_emb.inv_freq"
@@ -38,6 +39,29 @@ _TOKENIZER_FILES = (
 def tokenizer_files(model_dir: str | Path) -> list[Path]:
     """Those files of a model directory that a tokenizer or a generation default is read from."""
     return [p for name in _TOKENIZER_FILES if (p := Path(model_dir) / name).is_file()]
+
+
+def end_tokens(model_dir: Path, model: ModelConfig) -> tuple[int, ...]:
+    """End tokens of config.json, and those that only generation_config.json lists (many models' end of a turn).
+
+    Raises:
+        CheckpointError: a file that is no JSON.
+        ConfigError: an end token that is none.
+    """
+    path = model_dir / "generation_config.json"
+    ids = list(model.eos_token_ids)
+    if path.exists():
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as e:
+            raise CheckpointError(f"{path} cannot be read: {e}", "JSON", "download the model again") from e
+        ids += JsonReader(data, str(path)).token_ids("eos_token_id", None)
+    for token in ids:
+        if token >= model.vocab_size:
+            raise ConfigError(
+                f"{model_dir}: eos_token_id {token}", f"at most {model.vocab_size - 1}, by its vocab_size"
+            )
+    return tuple(dict.fromkeys(ids))
 
 
 class Checkpoint:

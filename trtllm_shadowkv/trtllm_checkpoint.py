@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from trtllm_shadowkv.build.whole_directory import whole_directory
-from trtllm_shadowkv.checkpoint import Checkpoint, to_dtype, tokenizer_files
+from trtllm_shadowkv.build.whole_directory import check_output, real_path, whole_directory
+from trtllm_shadowkv.checkpoint import Checkpoint, end_tokens, to_dtype, tokenizer_files
 from trtllm_shadowkv.dtypes import NUMPY
 from trtllm_shadowkv.errors import CheckpointError, ConfigError
 from trtllm_shadowkv.json_reader import JsonReader
@@ -140,8 +140,6 @@ def write_checkpoint(
         CheckpointError, ConfigError: the model cannot be used, or cannot be split so.
         EngineError: the output directory cannot be written, holds other files, or is being written by another process.
     """
-    from trtllm_shadowkv.build.builder import check_output, end_tokens, real_path
-
     if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
         raise ConfigError(f"tp_size is {tp_size!r}", "a whole number of ranks, 1 or more")
     if dtype not in ("auto", *NUMPY):

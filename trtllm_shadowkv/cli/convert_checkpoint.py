@@ -20,7 +20,6 @@ def convert_checkpoint(
     ] = "auto",
 ) -> None:
     """Write a model as a checkpoint of TensorRT-LLM's format, for trtllm-build or build --checkpoint-dir."""
-    require("onnx", "cpu")
     require("numpy", "cpu")
     from trtllm_shadowkv.trtllm_checkpoint import write_checkpoint
 
