@@ -86,5 +86,5 @@ def test_fp8_values_and_landmarks(engine: Made, cpu_logits: Callable[[str], Floa
     print(f"bfloat16 shadowkv, fp8 stored: top-1 {same.top1:.4f}, relative L2 {error:.5f}, KL {same.kl:.2e}")
     assert found["fp8"][1].host_bytes < 0.51 * found["auto"][1].host_bytes  # in whole pages
     assert found["fp8"][1].bytes_fetched < 0.6 * found["auto"][1].bytes_fetched
-    assert same.top1 >= 0.96
-    assert error <= 5e-2
+    assert same.top1 >= 0.98
+    assert error <= 2e-2
