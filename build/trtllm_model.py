@@ -162,6 +162,12 @@ class _Norm(RmsNorm):  # type: ignore[misc]
         return rms_norm(x, self.normalized_shape, 1, cast(self.weight.value, _F32), self.eps)
 
 
+def _product(layer: Any, x: Any) -> Any:
+    """A linear layer as our graph has it: the layer itself asks for float32 sums by casts around float16 products."""
+    y = matmul(x, layer.get_weight(), transb=True, use_fp32_acc=False)
+    return y if layer.bias is None else y + layer.bias.value
+
+
 class _Attention(Module):  # type: ignore[misc]
     def __init__(self, model: ModelConfig, settings: ShadowKVConfig, dtype: str, layer: int) -> None:
         super().__init__()
@@ -175,10 +181,10 @@ class _Attention(Module):  # type: ignore[misc]
         self.dense = RowLinear(width, m.hidden_size, bias=m.output_bias, dtype=dtype)
 
     def forward(self, x: Any, position_ids: Any, slots: Any) -> Any:
-        q, selection = self.op(names.LANDMARK_TOPK, self.qkv(x), position_ids, slots)
+        q, selection = self.op(names.LANDMARK_TOPK, _product(self.qkv, x), position_ids, slots)
         (ticket,) = self.op(names.KEY_RECONSTRUCT, selection, slots)
         (out,) = self.op(names.SPARSE_ATTENTION, q, selection, ticket, slots)
-        return self.dense(out)
+        return _product(self.dense, out)
 
     def op(self, name: str, *inputs: Any) -> list[Any]:
         """Add one of our plugins; its outputs."""
@@ -208,8 +214,8 @@ class _MLP(Module):  # type: ignore[misc]
         self.proj = RowLinear(inner, hidden, bias=model.mlp_bias, dtype=dtype)
 
     def forward(self, x: Any) -> Any:
-        gated = silu(cast(self.fc(x), _F32)) * cast(self.gate(x), _F32)
-        return self.proj(cast(gated, self.dtype))
+        gated = silu(cast(_product(self.fc, x), _F32)) * cast(_product(self.gate, x), _F32)
+        return _product(self.proj, cast(gated, self.dtype))
 
 
 class _Layer(Module):  # type: ignore[misc]

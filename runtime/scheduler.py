@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -88,6 +88,23 @@ class Limits:
     pools: tuple[Pool, ...]
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What an engine is busy with.
+
+    Attributes:
+        waiting: answers without a row yet; running: those that have one.
+        device_used, host_used: bytes reserved for those that run; device_memory, host_memory: what there is.
+    """
+
+    waiting: int
+    running: int
+    device_used: int
+    device_memory: int
+    host_used: int
+    host_memory: int
+
+
 class Scheduler:
     """Owned by one thread; see :mod:`trtllm_shadowkv.runtime.worker`."""
 
@@ -117,6 +134,22 @@ class Scheduler:
                     f"at most {pool.capacity:,}",
                     f"raise {pool.name}_memory, or shorten the request",
                 )
+
+    def usage(self, arrived: int) -> Usage:
+        """A look from any thread; ``arrived``: answers that were not added yet."""
+        used = self.used  # replaced as a whole
+        taken, there = Counter[str](), Counter[str]()
+        for pool in self.limits.pools:
+            taken[pool.name] += pool.taken(used)
+            there[pool.name] += pool.capacity
+        return Usage(
+            waiting=len(self.waiting) + arrived,
+            running=len(self.active),
+            device_used=taken["device"],
+            device_memory=there["device"],
+            host_used=taken["host"],
+            host_memory=there["host"],
+        )
 
     @property
     def busy(self) -> bool:

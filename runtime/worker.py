@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 
 from trtllm_shadowkv.errors import RequestError, StateError
-from trtllm_shadowkv.runtime.scheduler import Scheduler
+from trtllm_shadowkv.runtime.scheduler import Scheduler, Usage
 from trtllm_shadowkv.runtime.sequence import Answer
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
@@ -67,6 +67,9 @@ class Worker:
                 )
             self._arrived += answers
             self._changed.notify()
+
+    def usage(self) -> Usage:
+        return self._scheduler.usage(len(self._arrived))
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """Ask for answers to end as soon as the step that runs is over."""

@@ -270,7 +270,7 @@ def load_build_config(path: str | Path | None, **overrides: Any) -> BuildConfig:
     Raises:
         ConfigError: unreadable file, no YAML, an unknown or repeated key, or a bad value.
     """
-    data = {} if path is None else _read_yaml(path)
+    data = {} if path is None else read_yaml(path)
     config = BuildConfig.from_dict(data, str(path) if path else "build settings")
     attention = overrides.pop("attention", None)
     if attention is not None:
@@ -278,8 +278,12 @@ def load_build_config(path: str | Path | None, **overrides: Any) -> BuildConfig:
     return replace(config, **{k: v for k, v in overrides.items() if v is not None})
 
 
-def _read_yaml(path: str | Path) -> Any:
-    """Content of a YAML file; an empty one is an empty mapping."""
+def read_yaml(path: str | Path) -> Any:
+    """Content of a YAML file; an empty one is an empty mapping.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML, or sets a key twice.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from trtllm_shadowkv.config import RuntimeConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory
@@ -27,6 +27,9 @@ from trtllm_shadowkv.request_inputs import (
 )
 from trtllm_shadowkv.sampling_params import SamplingParams
 from trtllm_shadowkv.tokenizer import Message, Tokenizer
+
+if TYPE_CHECKING:
+    from trtllm_shadowkv.runtime.scheduler import Usage
 
 
 class LLM:
@@ -239,6 +242,10 @@ class LLM:
             StateError: the LLM is closed.
         """
         self._worker.submit([answer for handle in handles for answer in handle.answers])
+
+    def usage(self) -> Usage:
+        """Requests that wait and run, and the memory that they hold, at this moment."""
+        return self._worker.usage()
 
     # --- life -----------------------------------------------------------------------------------------------------
 

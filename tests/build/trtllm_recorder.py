@@ -61,6 +61,8 @@ def cast(x: Value, dtype: str) -> Value:
 
 def matmul(x: Value, weight: Value, transa: bool = False, transb: bool = False, use_fp32_acc: bool = True) -> Value:
     assert (transa, transb) == (False, True), "weights are (out, in)"
+    if use_fp32_acc and x.dtype == weight.dtype == "float16":
+        return cast(cast(x, "float32").binary("Gemm", cast(weight, "float32")), "float16")
     return x.binary("Gemm", weight)
 
 

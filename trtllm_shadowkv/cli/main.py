@@ -18,6 +18,7 @@ from trtllm_shadowkv.cli.doctor import doctor
 from trtllm_shadowkv.cli.generate import generate
 from trtllm_shadowkv.cli.model_file import model_file
 from trtllm_shadowkv.cli.plan import plan
+from trtllm_shadowkv.cli.triton_repository import triton_repository
 from trtllm_shadowkv.errors import ShadowKVError
 
 
@@ -32,7 +33,18 @@ app = typer.Typer(
     context_settings={"token_normalize_func": _spelling, "help_option_names": ["-h", "--help"]},
     help="ShadowKV for TensorRT-LLM's engine backend: long contexts with keys of low rank and values in host memory.",
 )
-for _command in (demo_model, build, verify, generate, chat, convert_checkpoint, plan, doctor, model_file):
+for _command in (
+    demo_model,
+    build,
+    verify,
+    generate,
+    chat,
+    convert_checkpoint,
+    triton_repository,
+    plan,
+    doctor,
+    model_file,
+):
     app.command(_spelling(_command.__name__))(_command)
 
 

@@ -62,11 +62,18 @@ def open_llm(
     if sys.stderr.isatty():  # which executor runs, and what it has room for
         logging.basicConfig(format="%(message)s")
         logging.getLogger("trtllm_shadowkv").setLevel(logging.INFO)
+    settings |= memory_in_bytes(device_memory, host_memory)
+    return LLM(engine_dir, **{k: v for k, v in settings.items() if v is not None})
+
+
+def memory_in_bytes(device_memory: float | None, host_memory: float | None) -> dict[str, int]:
+    """The settings of these names, from GB; without those that are None."""
+    found = {}
     for name, gigabytes in (("device_memory", device_memory), ("host_memory", host_memory)):
         if gigabytes is not None:
             check_positive(name, gigabytes)
-            settings[name] = int(gigabytes * 1e9)
-    return LLM(engine_dir, **{k: v for k, v in settings.items() if v is not None})
+            found[name] = int(gigabytes * 1e9)
+    return found
 
 
 def attention_params(mode: str | None, budget: int | None) -> AttentionParams:

@@ -1,0 +1,79 @@
+"""Writes a model repository that Triton Inference Server can start from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from trtllm_shadowkv.engine_directory import EngineDirectory
+from trtllm_shadowkv.errors import ConfigError, EngineError
+
+_HERE = Path(__file__).parent
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def write_repository(
+    engine_dir: str | Path,
+    output_dir: str | Path,
+    *,
+    model_name: str = "shadowkv",
+    python: str | None = None,
+    venv: str | Path | None = None,
+    settings: dict[str, Any] | None = None,
+) -> Path:
+    """Add a model to a repository, or replace one that this function wrote.
+
+    Args:
+        engine_dir: what the model serves; the repository names it by its absolute path.
+        output_dir: the repository, new or with other models in it.
+        model_name: folder of the model, and its name in requests.
+        python: interpreter that this package is installed for; None: the one that runs.
+        venv: virtual environment for the server's own part of the model, with NumPy older than 2; None: the server's
+            interpreter has that.
+        settings: more of model.yaml, see :func:`trtllm_shadowkv.triton.settings.load_settings`.
+
+    Returns:
+        The model's folder.
+
+    Raises:
+        EngineError: no engine, or a folder of something else in the way.
+        ConfigError: a name that Triton does not take, an unknown setting, no such interpreter or environment.
+    """
+    from trtllm_shadowkv.triton.settings import check_settings
+
+    if not _NAME.fullmatch(model_name):
+        raise ConfigError(f"the model's name is {model_name!r}", "letters, digits, '_', '-' and '.'")
+    python = sys.executable if python is None else shutil.which(python)
+    if python is None:
+        raise ConfigError("there is no such interpreter", "a Python that trtllm-shadowkv is installed for")
+    engine = EngineDirectory.open(engine_dir)
+    content = {"engine_dir": str(engine.path.resolve()), **(settings or {})}
+    check_settings(content, "settings")
+    model = Path(output_dir) / model_name
+    if model.exists() and {p.name for p in model.iterdir()} - {"1", "config.pbtxt"}:
+        raise EngineError(f"{model} holds something else", "a new folder, or one that triton-repository wrote")
+    config = (_HERE / "config.pbtxt").read_text().replace('"python3"', json.dumps(os.path.abspath(python)))
+    if venv is not None:
+        if not (Path(venv) / "bin/python3").exists():
+            raise ConfigError(f"{venv} is no virtual environment", "a folder with bin/python3")
+        path = json.dumps(os.path.abspath(venv))
+        config += f'parameters: {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: {path} }} }}\n'
+    try:
+        (model / "1").mkdir(parents=True, exist_ok=True)
+        (model / "config.pbtxt").write_text(config)
+        shutil.copyfile(_HERE / "model.py", model / "1/model.py")
+        (model / "1/model.yaml").write_text(_yaml(content))
+    except OSError as e:
+        raise EngineError(f"{model} cannot be written: {e}") from e
+    return model
+
+
+def _yaml(content: dict[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
