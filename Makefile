@@ -1,6 +1,7 @@
 # make demo    from a fresh clone to a long prompt answered on the CPU
 # make test    everything CI checks
 # make venv    only the virtual environment, with what builds the package
+# make triton  Triton's server from PyPI, and its gRPC client
 # make test-gpu, sanitize-gpu    on a machine with a GPU: its CMake and CUDA toolkit, and PYTHON's torch and pytest
 # make bench-gpu, bench-kernels, bench-context    there, the measurements in docs/results
 #
@@ -19,6 +20,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 bin := $(VENV)/bin
+triton_venv := $(abspath $(VENV))-triton
 done := $(VENV)/.done
 install := bash scripts/install.sh $(VENV) $(INSTALLER)
 editable := $(bin)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
@@ -26,7 +28,7 @@ editable := $(bin)/python -m pip install --quiet --no-deps --no-build-isolation 
 packaging := pyproject.toml CMakeLists.txt trtllm_shadowkv/names.py $(wildcard cmake/*)
 native := $(shell find plugins -type f)
 
-.PHONY: help venv demo test test-gpu sanitize-gpu bench-gpu bench-kernels bench-context check
+.PHONY: help venv demo triton test test-gpu sanitize-gpu bench-gpu bench-kernels bench-context check
 
 help:
 	@sed -n 's/^# \(make\|PYTHON\|PACKED\)/\1/p' Makefile
@@ -36,12 +38,14 @@ venv: $(done)/build
 demo: $(done)/demo $(done)/installed
 	$(bin)/python examples/passkey_demo.py
 
-test: $(done)/test $(done)/demo $(done)/compiled $(done)/tensorrt $(done)/packed
+triton: $(done)/triton $(done)/triton-server
+
+test: $(done)/test $(done)/demo $(done)/compiled $(done)/tensorrt $(done)/packed $(done)/triton $(done)/triton-server
 	$(bin)/ruff check
 	$(bin)/ruff format --check
 	git ls-files -z -- '*.c' '*.cpp' '*.cu' '*.cuh' '*.h' | xargs -0 --no-run-if-empty $(bin)/clang-format --dry-run -Werror
 	$(bin)/mypy --strict -p trtllm_shadowkv
-	$(bin)/python -m pytest -q -n 2 --dist worksteal -m "not alone"
+	TRTLLM_SHADOWKV_TRITON=$(triton_venv) $(bin)/python -m pytest -q -n 2 --dist worksteal -m "not alone"
 	$(bin)/python -m pytest -q -m alone
 
 # The library for this machine's GPU alone, unless TRTLLM_SHADOWKV_LIBRARY names one.
@@ -134,6 +138,16 @@ $(done)/cuda: requirements/cuda.txt $(done)/runtime
 
 $(done)/tensorrt: requirements/tensorrt.txt $(done)/runtime
 	$(install) --no-deps -r $<
+	@touch $@
+
+$(done)/triton: requirements/triton.txt $(done)/runtime
+	$(install) --no-deps -r $<
+	@touch $@
+
+# An environment of its own: the server's part of a Python model needs NumPy 1.26.
+$(done)/triton-server: requirements/triton-server.txt $(done)/venv
+	$(PYTHON) -m venv $(triton_venv)
+	bash scripts/install.sh $(triton_venv) $(INSTALLER) --no-deps -r $<
 	@touch $@
 
 # TensorRT's libraries, 0.3 GB of a 1.1 GB archive, for the tests that drive the plugins' creators with them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -58,4 +59,5 @@ def triton_repository(
         settings={name: value for name, value in settings.items() if value is not None},
     )
     typer.echo(f"{model}: config.pbtxt, 1/model.py, 1/model.yaml")
-    typer.echo(f"tritonserver --model-repository={output_dir} --model-control-mode=explicit --load-model={model_name}")
+    options = (f"--model-repository={output_dir}", "--model-control-mode=explicit", f"--load-model={model_name}")
+    typer.echo(shlex.join(["tritonserver", *options]))

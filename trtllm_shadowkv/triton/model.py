@@ -24,8 +24,8 @@ PROTOCOL = 1
 FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 POLL = 0.02
 """Seconds between two looks for requests that were cancelled."""
-CLOSE = 30.0
-"""Seconds that the engine has to give its memory back."""
+CLOSE = 20.0
+"""Seconds that the engine has to give its memory back; the server gives up after 30."""
 
 
 class TritonPythonModel:
@@ -155,11 +155,13 @@ class TritonPythonModel:
             time.sleep(POLL)
             if os.getppid() != self._server:  # it was killed: nobody will call finalize
                 os._exit(1)
-            with self._lock:
-                senders = list(self._senders.items())
-            told.intersection_update(number for number, _ in senders)
-            for number, sender in senders:
-                if number not in told and sender.is_cancelled():
+            running = set(list(self._senders))
+            told &= running
+            for number in running - told:
+                with self._lock:  # the server falls when a sender is asked after its final response
+                    sender = self._senders.get(number)
+                    cancelled = sender is not None and sender.is_cancelled()
+                if cancelled:
                     told.add(number)
                     try:
                         self._tell(op="cancel", number=number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -55,22 +54,41 @@ def write_repository(
     content = {"engine_dir": str(engine.path.resolve()), **(settings or {})}
     check_settings(content, "settings")
     model = Path(output_dir) / model_name
-    if model.exists() and {p.name for p in model.iterdir()} - {"1", "config.pbtxt"}:
-        raise EngineError(f"{model} holds something else", "a new folder, or one that triton-repository wrote")
-    config = (_HERE / "config.pbtxt").read_text().replace('"python3"', json.dumps(os.path.abspath(python)))
+    config = (_HERE / "config.pbtxt").read_text().replace('"python3"', _pbtxt(os.path.abspath(python)))
     if venv is not None:
         if not (Path(venv) / "bin/python3").exists():
             raise ConfigError(f"{venv} is no virtual environment", "a folder with bin/python3")
-        path = json.dumps(os.path.abspath(venv))
+        path = _pbtxt(os.path.abspath(venv))
         config += f'parameters: {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: {path} }} }}\n'
     try:
+        if not _replaceable(model):
+            raise EngineError(f"{model} holds something else", "a new folder, or one that triton-repository wrote")
         (model / "1").mkdir(parents=True, exist_ok=True)
-        (model / "config.pbtxt").write_text(config)
+        (model / "1/model.yaml").write_text(_yaml(content), encoding="utf-8")  # first: it marks the folder as ours
         shutil.copyfile(_HERE / "model.py", model / "1/model.py")
-        (model / "1/model.yaml").write_text(_yaml(content))
+        (model / "config.pbtxt").write_text(config, encoding="utf-8")
     except OSError as e:
         raise EngineError(f"{model} cannot be written: {e}") from e
     return model
+
+
+def _replaceable(model: Path) -> bool:
+    """Whether it is absent, empty, or was written here: a folder with 1 and config.pbtxt is what every model is."""
+    if not model.exists():
+        return True
+    if not model.is_dir() or {p.name for p in model.iterdir()} - {"1", "config.pbtxt"}:
+        return False
+    inside = {p.name for p in model.glob("1/*")} - {"__pycache__"}
+    return inside <= {"model.py", "model.yaml"} and ("model.yaml" in inside or not any(model.glob("*.pbtxt")))
+
+
+def _pbtxt(text: str) -> str:
+    """A string of protobuf's text format. Its bytes are UTF-8, and octal escapes are all that its parsers agree on."""
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as e:
+        raise ConfigError(f"the path {text!r} is no UTF-8", "a path that config.pbtxt can hold") from e
+    return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:03o}" for b in data) + '"'
 
 
 def _yaml(content: dict[str, Any]) -> str:

@@ -28,9 +28,7 @@ def load_settings(path: Path, parameters: dict[str, str]) -> tuple[str, dict[str
     data = read_yaml(path) if path.exists() else {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {type(data).__name__}", "a mapping of settings")
-    import yaml
-
-    settings = {**data, **{name: yaml.safe_load(text) for name, text in parameters.items() if _ours(name)}}
+    settings = {**data, **{name: _value(name, text) for name, text in parameters.items() if _ours(name)}}
     check_settings(settings, str(path))
     engine_dir = settings.pop("engine_dir")
     if settings.get("tokenizer") is not None:
@@ -49,6 +47,18 @@ def check_settings(settings: dict[str, Any], where: str) -> None:
     engine_dir = settings.get("engine_dir")
     if not isinstance(engine_dir, str) or not engine_dir:
         raise ConfigError(f"{where}: engine_dir is {engine_dir!r}", "the path of an engine directory")
+
+
+def _value(name: str, text: str) -> Any:
+    """A parameter's text as YAML would read it; paths and names stay as they are."""
+    import yaml
+
+    if name in _OF_LLM:
+        return text or None
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise ConfigError(f"the parameter {name} is {text!r}", "a value as in YAML") from e
 
 
 def _ours(name: str) -> bool:

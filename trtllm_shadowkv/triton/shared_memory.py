@@ -47,7 +47,7 @@ class SharedMemoryRecord:
     def sweep(self) -> None:
         """Remove the segments of all servers that are gone, and their records."""
         for path in self._folder.glob("*.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 record = json.loads(path.read_text())
                 server = str(record["server"])
                 if process_key(int(server.partition("-")[0])) == server:

@@ -85,7 +85,7 @@ class Server:
         """Answer until the other side closes, and say whether it said so or is just gone."""
         self._tell(op="ready", metrics=METRICS)
         self._keep(self._measure())
-        while line := await self._reader.readline():
+        while line := await self._line():
             message = json.loads(line)
             if message["op"] == "submit":
                 self._begin(message)
@@ -94,6 +94,13 @@ class Server:
             elif message["op"] == "close":
                 return True
         return False
+
+    async def _line(self) -> bytes:
+        """The next message; empty when there will be none."""
+        try:
+            return await self._reader.readline()
+        except ConnectionError:  # the other side was killed
+            return b""
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it beside the others; the event loop itself does not keep tasks alive."""
@@ -110,7 +117,7 @@ class Server:
 
     async def _answer(self, number: int, inputs: Inputs, parameters: dict[str, Any]) -> None:
         request = self._requests[number]
-        code, text = "INTERNAL", ""
+        code, text, reason = "INTERNAL", "", "cancelled"
         try:
             if is_stop(inputs):
                 self._stop(number)
@@ -125,8 +132,8 @@ class Server:
             request.handle = handle
             if not request.cancelled:
                 self._llm.submit(handle)
-                await self._pass_on(number, handle, what)
-            if request.cancelled:
+                reason = await self._pass_on(number, handle, what)
+            if reason == "cancelled":
                 code, text = "CANCELLED", "the request was cancelled"
         except RequestError as e:
             code, text = ("INVALID_ARG" if code == "INTERNAL" else code), str(e)
@@ -142,8 +149,7 @@ class Server:
             del self._requests[number]
         if text:
             self._tell(op="error", number=number, code=code, text=text)
-        if text and code != "CANCELLED":
-            self._reasons["error"] += 1
+        self._reasons["error" if text and code != "CANCELLED" else reason] += 1
 
     def _stop(self, number: int) -> None:
         """End the other requests with this one's id."""
@@ -159,8 +165,8 @@ class Server:
             op="response", number=number, last=True, outputs={"text_output": [""], "finish_reason": ["cancelled"]}
         )
 
-    async def _pass_on(self, number: int, handle: RequestHandle, what: Asked) -> None:
-        """Answer in pieces, or in one."""
+    async def _pass_on(self, number: int, handle: RequestHandle, what: Asked) -> str:
+        """Answer in pieces, or in one, and say why it ended; one that was cancelled still needs its last message."""
         text, tokens, generated = "", list[int](), 0
         try:
             async for delta in handle:
@@ -175,10 +181,12 @@ class Server:
             if handle.finished:  # one that failed has figures too
                 self._count(handle)
         output = handle.result()
-        if output.outputs[0].finish_reason != "cancelled":
+        reason = output.outputs[0].finish_reason
+        if reason != "cancelled":  # it may have ended by itself just before a cancel
             self._respond(number, text, tokens, generated, (output, what))
         elif not self._requests[number].cancelled:
             raise StateError("the engine is being closed")
+        return reason
 
     def _respond(
         self, number: int, text: str, tokens: list[int], generated: int, last: tuple[RequestOutput, Asked] | None
@@ -193,7 +201,6 @@ class Server:
     def _count(self, handle: RequestHandle) -> None:
         for answer in handle.answers:
             row = answer.statistics
-            self._reasons[str(answer.finish_reason)] += answer.finish_reason != "error"  # counted with its message
             self._totals["prompt_tokens"] += len(answer.prompt_ids)
             self._totals["generated_tokens"] += len(answer.output_ids)
             self._totals["sealed_tokens"] += row.sealed_tokens
@@ -286,21 +293,23 @@ def main() -> None:
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("trtllm_shadowkv").setLevel(logging.INFO)
     connection = socket.socket(fileno=given["socket"])
-    memory = SharedMemoryRecord(given["server"], given["shared_memory"])
     try:
+        memory = SharedMemoryRecord(given["server"], given["shared_memory"])
         if given.get("protocol") != PROTOCOL:
             raise EngineError(f"{folder}/model.py is of another version", todo="run triton-repository again")
         engine_dir, settings = load_settings(folder / "model.yaml", given["settings"])
         llm = LLM(engine_dir, **settings)
         probe(llm)
-    except ShadowKVError as e:
+    except (ShadowKVError, OSError) as e:
         connection.sendall(json.dumps({"op": "dead", "reason": str(e)}).encode() + b"\n")
         sys.exit(1)
-    with llm:
-        closed = asyncio.run(_serve(llm, connection))
-    if closed:
-        memory.forget()
-    memory.sweep()
+    try:
+        with llm:
+            closed = asyncio.run(_serve(llm, connection))
+        if closed:
+            memory.forget()
+    finally:
+        memory.sweep()
 
 
 if __name__ == "__main__":
