@@ -361,12 +361,14 @@ class GrpcStream:
         arguments = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         self._client = triton.InferenceServerClient(address, channel_args=arguments)
         self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        self._running = 0
         self._client.start_stream(callback=lambda result, error: self._answers.put((result, error)))
 
     def send(self, *tensors: Any, request_id: str = "", **inputs: Any) -> None:
         """Send a request: tensors as they are, and inputs as :func:`tensor` makes them."""
         made = [*tensors, *(tensor(name, value) for name, value in inputs.items())]
         self._client.async_stream_infer(self._model, made, request_id=request_id, enable_empty_final_response=True)
+        self._running += 1
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Responses up to the final one, each with the id of its request.
@@ -391,6 +393,7 @@ class GrpcStream:
         """
         result, error = self._answers.get(timeout=limit)
         if error is not None:
+            self._running -= 1
             raise RequestFailed(str(error)) from error
         response = result.get_response()
         values: dict[str, Any] = {"id": response.id}
@@ -398,7 +401,9 @@ class GrpcStream:
             array = result.as_numpy(output.name)
             assert array.shape[0] == 1 and array.ndim == 2
             values[output.name] = [v.decode() if isinstance(v, bytes) else v for v in array[0].tolist()]
-        return _listed(values) | {"final": response.parameters["triton_final_response"].bool_param}
+        final = response.parameters["triton_final_response"].bool_param
+        self._running -= final
+        return _listed(values) | {"final": final}
 
     @property
     def unread(self) -> int:
@@ -406,7 +411,8 @@ class GrpcStream:
         return self._answers.qsize()
 
     def close(self) -> None:
-        self._client.stop_stream(cancel_requests=True)
+        # Triton 2.51 never unloads a model whose stream is cancelled just after the final response.
+        self._client.stop_stream(cancel_requests=self._running > 0)
         self._client.close()
 
     def __enter__(self) -> Self:

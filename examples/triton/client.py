@@ -117,22 +117,24 @@ def grpc_responses(url: str, model: str, inputs: Mapping[str, Any]) -> Generator
     answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
     with closing(triton.InferenceServerClient(url)) as client:
         client.start_stream(callback=lambda result, error: answers.put((result, error)))
+        last = False
         try:
             try:
                 client.async_stream_infer(model, tensors, enable_empty_final_response=True)
             except InferenceServerException as e:  # the stream broke before; the callback may have got why
                 answers.put((None, e))
-            last = False
             while not last:
                 result, error = answers.get()
                 if error is not None:
+                    last = True
                     raise RequestFailed(str(error)) from error
                 response = result.get_response()
                 last = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
                     yield {output.name: _value(result.as_numpy(output.name)) for output in response.outputs}
         finally:
-            client.stop_stream(cancel_requests=True)  # without requests under way it only closes
+            # Triton 2.51 keeps a request for ever that is cancelled after its final response, and then cannot stop.
+            client.stop_stream(cancel_requests=not last)
 
 
 def _value(tensor: Any) -> Any:

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -69,6 +70,9 @@ def server_command(
     models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
     if not models:
         raise ServeError(f"{repository} holds no model: a folder with config.pbtxt was expected in it")
+    for path in (repository, backends):
+        if not re.fullmatch(r"[\w/.+@,=:~%-]+", str(path)):  # its python backend ends, and it waits for it forever
+            raise ServeError(f"the path {str(path)!r} has a space or another character that Triton's shell would split")
     python = _interpreter(venv)
     version = python["version"]
     if python["pytriton"] is None:
@@ -188,9 +192,8 @@ def serve(command: Sequence[str], environment: dict[str, str]) -> int:
         if server.poll() is None:
             server.terminate()
             server.wait()
-        if (
-            server.returncode != 0
-        ):  # those processes may outlive a server that was killed, or interrupted while it loads
+        # The python backend's processes may outlive a server that was killed, or interrupted while it loaded.
+        if server.returncode != 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
         remove_shared_memory(command)

@@ -187,10 +187,17 @@ def test_any_path_can_be_written(engine: Path, tmp_path: Path, name: str) -> Non
     copy = tmp_path / name / "engine"
     shutil.copytree(engine, copy, copy_function=os.link)
     venv, python = make_venv(tmp_path / name / "venv"), make_python(tmp_path / name / "python")
-    model = write_repository(copy, tmp_path / name / "repo", venv=venv, python=str(python))
+    model = write_repository(copy, tmp_path / "repo", venv=venv, python=str(python))
     assert parameters(model) == {"python": str(python), "EXECUTION_ENV_PATH": str(venv)}
     assert load_settings(model / "1/model.yaml", {})[0] == str(copy.resolve())
     assert (model / "config.pbtxt").read_bytes().isascii()  # \u is not an escape to all parsers
+
+
+@pytest.mark.parametrize("name", ["my models", "it's", "$HOME", "a;b", "new\nline", 'with "quotes"'])
+def test_a_path_that_triton_cannot_pass_on(engine: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"the path of the model is .*; expected letters, digits"):
+        write_repository(engine, tmp_path / name)
+    assert not (tmp_path / name).exists()
 
 
 def test_the_rest_of_the_configuration_is_as_it_was(engine: Path, tmp_path: Path) -> None:
@@ -363,12 +370,12 @@ def test_the_command_with_every_option(
         monkeypatch,
         capfd,
         *(x for name, value in options.items() for x in (f"--{name}", value)),
-        *("--engine-dir", engine, "--output-dir", tmp_path / "my repo", "--venv", venv, "--python", python),
+        *("--engine-dir", engine, "--output-dir", tmp_path / "repo", "--venv", venv, "--python", python),
         *("--device-memory", "1.5", "--host-memory", 120),
     )
     assert (code, err) == (0, "")
     assert "--load-model=m" in out
-    model = tmp_path / "my repo/m"
+    model = tmp_path / "repo/m"
     assert settings(model) == {
         "engine_dir": str(engine.resolve()),
         **{name.replace("-", "_"): value for name, value in options.items() if name != "model-name"},

@@ -13,6 +13,8 @@ from trtllm_shadowkv.engine_directory import EngineDirectory
 from trtllm_shadowkv.errors import ConfigError, EngineError
 
 _HERE = Path(__file__).parent
+_WORD = re.compile(r"[\w/.+@,=:~%-]+")
+"""A path that the server's python backend passes on unharmed: with a space it waits for its process for ever."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -54,6 +56,12 @@ def write_repository(
     content = {"engine_dir": str(engine.path.resolve()), **(settings or {})}
     check_settings(content, "settings")
     model = Path(output_dir) / model_name
+    if not _WORD.fullmatch(os.path.abspath(model)):
+        raise ConfigError(
+            f"the path of the model is {os.path.abspath(model)!r}",
+            "letters, digits and any of /._-+@,=:~%",
+            "choose another output directory: a shell of Triton's takes spaces and others apart",
+        )
     config = (_HERE / "config.pbtxt").read_text().replace('"python3"', _pbtxt(os.path.abspath(python)))
     if venv is not None:
         if not (Path(venv) / "bin/python3").exists():

@@ -12,6 +12,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +27,7 @@ from trtllm_shadowkv.request import RequestHandle, RequestOutput
 from trtllm_shadowkv.sampling_params import SamplingParams
 from trtllm_shadowkv.triton.request_inputs import Asked, Inputs, asked, check_parameters, is_stop
 from trtllm_shadowkv.triton.settings import load_settings
-from trtllm_shadowkv.triton.shared_memory import SharedMemoryRecord
+from trtllm_shadowkv.triton.shared_memory import SharedMemoryRecord, process_key
 
 PROTOCOL = 1
 """Of model.py's messages: repositories keep a copy of that file."""
@@ -286,6 +288,19 @@ async def _serve(llm: LLM, connection: socket.socket) -> bool:
     return await Server(llm, reader, writer).serve()
 
 
+def _end_with(server: int, model: int) -> None:
+    """Kill the model's process when the server is gone and it is not: Triton's own end of it can wait for ever.
+
+    That process then holds Python's lock, and waits for the server's answer to a request that it had just passed on.
+    """
+    key = process_key(server)
+    while process_key(server) == key:
+        time.sleep(1)
+    time.sleep(2)  # most often it ends by itself
+    if os.getppid() == model:
+        os.kill(model, signal.SIGKILL)
+
+
 def main() -> None:
     """Open the engine, show that it works, and serve until the other side is gone."""
     folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -293,6 +308,7 @@ def main() -> None:
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("trtllm_shadowkv").setLevel(logging.INFO)
     connection = socket.socket(fileno=given["socket"])
+    threading.Thread(target=_end_with, args=(given["server"], os.getppid()), daemon=True).start()
     try:
         memory = SharedMemoryRecord(given["server"], given["shared_memory"])
         if given.get("protocol") != PROTOCOL:
