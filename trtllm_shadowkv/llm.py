@@ -18,6 +18,7 @@ from trtllm_shadowkv.request import AttentionParams, RequestHandle, RequestOutpu
 from trtllm_shadowkv.request_inputs import (
     Array,
     Prompt,
+    check_length,
     checked_ids,
     granted,
     one,
@@ -206,7 +207,12 @@ class LLM:
         params = one(sampling_params, "sampling_params", SamplingParams)
         top_k, dense = granted(one(attention, "attention", AttentionParams), self.config)
         text = prompt if isinstance(prompt, str) else None
-        ids = self._need_tokenizer("a text prompt").encode(text) if text is not None else token_ids(prompt)
+        if text is None:
+            ids = token_ids(prompt)
+        else:
+            tokenizer = self._need_tokenizer("a text prompt")
+            check_length(text, self.engine.max_seq_len, tokenizer.longest)
+            ids = tokenizer.encode(text)
         ids = checked_ids(prompt, ids, self.engine.model.vocab_size, self.engine.max_seq_len)
         words: list[tuple[int, ...]] = []
         if params.stop_strings or params.bad_strings:

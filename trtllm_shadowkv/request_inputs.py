@@ -74,6 +74,22 @@ def checked_ids(prompt: Any, ids: list[int] | None, vocab_size: int, max_seq_len
     return ids
 
 
+def check_length(text: str, max_seq_len: int, longest: int | None) -> None:
+    """Refuse a text that cannot fit, before it is tokenized, which takes a second for some 100,000 tokens.
+
+    Args:
+        longest: characters of the tokenizer's longest token, or None.
+
+    Raises:
+        RequestError: it has over four times as many characters as max_seq_len of the longest tokens (Unicode's
+            normalization makes up to three characters one).
+    """
+    if longest is not None and len(text) > (most := 4 * longest * max_seq_len):
+        raise RequestError(
+            f"the prompt has {len(text):,} characters", f"at most {most:,} for this engine", "shorten it"
+        )
+
+
 def granted(attention: AttentionParams, built: ShadowKVConfig) -> tuple[int, bool]:
     """Chunks to select and whether to be dense, within what was built.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,17 @@ class Tokenizer:
             return self._ids(text, special)
         except Exception as e:  # tokenizers have no error of their own for this
             raise RequestError(f"the tokenizer refuses the text: {_reason(e)}", "valid Unicode") from e
+
+    @cached_property
+    def longest(self) -> int | None:
+        """Characters of the longest token, None where the tokenizer does not say.
+
+        No text of more characters than this a token has fewer tokens, but for what a normalizer drops.
+        """
+        try:
+            return max(map(len, self.inner.get_vocab()))
+        except Exception:  # a stranger's object
+            return None
 
     def _ids(self, text: str, special: bool = True) -> list[int]:
         return [int(i) for i in self.inner(text, add_special_tokens=special, verbose=False)["input_ids"]]

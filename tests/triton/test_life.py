@@ -59,8 +59,13 @@ def answers(server: TritonServer, expected: list[int]) -> None:
 def test_a_failing_engine_and_one_that_dies(
     make: type[TritonServer], repository: Path, tmp_path: Path, expected: list[int]
 ) -> None:
-    write_repository(build_tiny_llm(tmp_path, nan_token=1), repository, model_name="broken", settings={"threads": 1})
+    broken_engine = build_tiny_llm(tmp_path, nan_token=1)
+    write_repository(broken_engine, repository, model_name="broken", settings={"threads": 1})
+    edited = write_repository(broken_engine, repository, model_name="edited") / "config.pbtxt"
+    edited.write_text(edited.read_text().replace("count: 1", "count: 2"))
     with make().start("tiny") as server:
+        assert "expected max_batch_size 0 and one instance" in server.load("edited")[1]
+
         # One whose first generation fails is not loaded.
         status, text = server.load("broken")
         assert status == 400

@@ -41,12 +41,12 @@ def undisturbed(server: TritonServer, alone: list[int]) -> Iterator[None]:
 
 
 HTTP: dict[str, tuple[dict[str, Any] | bytes, int, str]] = {
-    "nothing": ({}, 400, "request has 0 inputs"),
+    "nothing": ({}, 400, "neither text_input nor input_ids"),
     "neither": ({"max_tokens": 3}, 400, "neither text_input nor input_ids"),
     "both": ({"text_input": "a", "input_ids": [1]}, 400, MIXED),
     "empty text": ({"text_input": ""}, 400, "text_input is empty"),
     "empty ids": ({"input_ids": []}, 400, "the prompt is empty"),
-    "two texts": ({"text_input": ["a", "b"]}, 400, "batch-size must be <= 1"),
+    "two texts": ({"text_input": ["a", "b"]}, 400, "can not convert input 'text_input' to tensor with proper shape"),
     "ids in two rows": ({"input_ids": [[1, 2], [3, 4]]}, 500, "Shape does not match"),
     "a number for a text": ({"text_input": 3}, 500, "non-string"),
     "null": ({"text_input": None}, 500, "non-string"),
@@ -54,7 +54,7 @@ HTTP: dict[str, tuple[dict[str, Any] | bytes, int, str]] = {
     "a text for a number": ({"text_input": "a", "max_tokens": "x"}, 500, "non-signed-integer"),
     "a fraction": ({"text_input": "a", "max_tokens": 1.5}, 500, "non-signed-integer"),
     "a text for a flag": ({"text_input": "a", "stream": "yes"}, 500, "non-boolean"),
-    "two of one": ({"text_input": "a", "max_tokens": [1, 2]}, 400, "batch size does not match"),
+    "two of one": ({"text_input": "a", "max_tokens": [1, 2]}, 400, "can not convert input 'max_tokens' to tensor"),
     "no tokens": ({"text_input": "a", "max_tokens": 0}, 400, "max_tokens is 0"),
     "negative": ({"text_input": "a", "max_tokens": -1}, 400, "max_tokens is -1"),
     "enormous": ({"text_input": "a", "max_tokens": 2**31 - 1}, 400, "at most the engine's max_seq_len, 6000"),
@@ -106,7 +106,9 @@ GRPC: dict[str, tuple[list[tuple[Any, ...]], str]] = {
     "without a batch": ([("text_input", "a", None, [1])], NOT_ONE),
     "a dimension more": ([("text_input", "a", None, [1, 1, 1])], NOT_ONE),
     "two texts": ([("text_input", ["a", "b"])], NOT_ONE),
-    "a batch of two": ([("text_input", ["a", "b"], None, [2, 1])], "batch-size must be <= 1"),
+    "a batch of two": ([("text_input", ["a", "b"], None, [2, 1])], NOT_ONE),
+    "a batch of none": ([("input_ids", [], None, [0, 0])], NOT_ONE),
+    "an end that is none": ([("text_input", "a"), ("end_id", -2)], "end_id is -2; expected a token id, or -1 for none"),
     "two of one": ([("text_input", "a"), ("max_tokens", [3, 4])], NOT_ONE),
     "INT64": ([("input_ids", [1, 2], "INT64")], "data-type is 'INT64', but model 'tiny' expects 'INT32'"),
     "a number for a text": ([("text_input", 3, "INT32")], "data-type is 'INT32', but model 'tiny' expects 'BYTES'"),
@@ -143,7 +145,9 @@ def test_grpc(server: TritonServer, case: str) -> None:
 
 @pytest.mark.usefixtures("undisturbed")
 def test_a_text_of_4_mb(server: TritonServer) -> None:
-    with pytest.raises(RequestFailed, match="expected at most max_seq_len = 6000; shorten it"):
+    with pytest.raises(
+        RequestFailed, match="4,000,000 characters; expected at most 24,000 for this engine; shorten it"
+    ):
         server.generate("tiny", text_input="a" * 4_000_000)
 
 

@@ -101,7 +101,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def make_venv(folder: Path) -> Path:
     (folder / "bin").mkdir(parents=True)
-    (folder / "bin/python3").write_text("")
+    (folder / "bin/python3").write_text("#!/bin/sh\n")
+    (folder / "bin/python3").chmod(0o755)
     return folder
 
 
@@ -127,7 +128,7 @@ def test_files_and_what_is_in_them(engine: Path, tmp_path: Path) -> None:
     assert settings(model) == {"engine_dir": str(engine.resolve())}
     assert load_settings(model / "1/model.yaml", {}) == (str(engine.resolve()), {})
     config = parsed(model)
-    assert (config.backend, config.max_batch_size, config.name) == ("python", 1, "")
+    assert (config.backend, config.max_batch_size, config.name) == ("python", 0, "")
     assert config.model_transaction_policy.decoupled
     assert [group.count for group in config.instance_group] == [1]
     assert (len(config.input), len(config.output)) == (28, 12)
@@ -206,6 +207,40 @@ def test_the_rest_of_the_configuration_is_as_it_was(engine: Path, tmp_path: Path
     own = (OWN / "config.pbtxt").read_text().splitlines()
     assert lines[:-1] == own[:-1]
     assert own[-1].startswith("parameters")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threads": -3}, "runtime.threads is -3"),
+        ({"max_batch_size": 99}, "max_batch_size is 99; expected at most"),
+        ({"max_queue": 0}, "runtime.max_queue is 0"),
+        ({"executor": "cuda"}, "executor is 'cuda'; expected onnx_cpu or tensorrt"),
+        ({"value_dtype": "int4"}, "value_dtype is 'int4'"),
+        ({"top_k": 5}, "fixed when an engine is built"),
+    ],
+)
+def test_settings_that_would_not_load(engine: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        write_repository(engine, tmp_path / "repo", settings=settings)
+    assert not (tmp_path / "repo").exists()
+
+
+def test_interpreters_that_lack_a_package(engine: Path, tmp_path: Path) -> None:
+    failing = make_python(tmp_path / "python")
+    failing.write_text("#!/bin/sh\necho ModuleNotFoundError: $2 >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match="cannot import trtllm_shadowkv: ModuleNotFoundError: import trtllm_shadowkv"):
+        write_repository(engine, tmp_path / "repo", python=str(failing))
+    venv = make_venv(tmp_path / "venv")
+    failing.replace(venv / "bin/python3")
+    with pytest.raises(ConfigError, match="bin/python3 cannot import numpy"):
+        write_repository(engine, tmp_path / "repo", venv=venv)
+    assert not (tmp_path / "repo").exists()
+
+
+def test_the_engine_directory_is_no_repository(engine: Path) -> None:
+    with pytest.raises(ConfigError, match="is the engine's directory"):
+        write_repository(engine, engine)
 
 
 # --- other models, and other folders ------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def declared(kind: str) -> dict[str, tuple[str, str]]:
     """Data type and dims of each input or output of config.pbtxt, by name."""
     block = re.search(rf"^{kind} \[\n(.*?)^\]", CONFIG, re.S | re.M)
     assert block is not None
-    rows = re.findall(r'name: "(\w+)" data_type: (\w+) dims: \[ (-?\d+) \]', block[1])
+    rows = re.findall(r'name: "(\w+)" data_type: (\w+) dims: \[ 1, (-?\d+) \]', block[1])
     assert len(rows) == block[1].count("name:")
     return {name: (dtype, dims) for name, dtype, dims in rows}
 
@@ -120,7 +120,7 @@ def test_words_and_token_ids() -> None:
     none = read(stop_words=[""], bad_words=[""]).sampling  # what clients of TensorRT-LLM send
     assert (none.stop, none.bad) == ((), ())
     for words in (["", "a"], ["a", ""], ["", ""]):
-        with pytest.raises(RequestError, match="stop holds ''"):
+        with pytest.raises(RequestError, match="stop_words holds ''"):
             read(stop_words=words)
 
 

@@ -252,7 +252,7 @@ def test_the_process_answers_and_ends(llm: LLM, engine_dir: Path, segment: Path,
 
 @pytest.fixture
 def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, list[Message]]]]:
-    """Runs worker.main here, for a socket whose other side ``talk`` uses meanwhile: exit status and messages."""
+    """Runs worker.serve_model here, for a socket whose other side ``talk`` uses meanwhile: exit status and messages."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     interrupt = signal.getsignal(signal.SIGINT)
@@ -268,13 +268,12 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
     ) -> tuple[int, list[Message]]:
         ours, theirs = socket.socketpair()
         arguments = given(theirs.detach(), server, segments or [], **more)
-        monkeypatch.setattr(sys, "argv", ["worker", str(folder), arguments])
         thread = threading.Thread(target=talk, args=(ours,)) if talk is not None else None
         if thread is not None:
             thread.start()
         code = 0
         try:
-            worker.main()
+            worker.serve_model(folder, json.loads(arguments))
         except SystemExit as end:
             code = int(end.code or 0)
         if thread is not None:

@@ -24,6 +24,8 @@ PROTOCOL = 1
 FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 POLL = 0.02
 """Seconds between two looks for requests that were cancelled."""
+ASKED = 25
+"""Requests that are looked at each time."""
 CLOSE = 20.0
 """Seconds that the engine has to give its memory back; the server gives up after 30."""
 
@@ -35,6 +37,10 @@ class TritonPythonModel:
         """Start the engine's process and wait until it has generated something."""
         config = json.loads(args["model_config"])
         self._name = args["model_name"]
+        if config["max_batch_size"] != 0 or [group["count"] for group in config["instance_group"]] != [1]:
+            raise pb.TritonModelException(
+                "config.pbtxt: expected max_batch_size 0 and one instance; run triton-repository"
+            )
         self._outputs = {o["name"]: pb.triton_string_to_numpy(o["data_type"]) for o in config["output"]}
         parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
         folder = os.path.join(args["model_repository"], args["model_version"])
@@ -119,7 +125,7 @@ class TritonPythonModel:
 
     def _first_message(self) -> dict[str, Any]:
         line = self._lines.readline()
-        message = json.loads(line) if line else {"op": "dead", "reason": "its messages are above"}
+        message = json.loads(line) if line else {"op": "dead", "reason": "its messages are in the server's log"}
         if message["op"] != "ready":
             code = self._process.wait()
             raise pb.TritonModelException(f"the engine's process ended with {code}: {message['reason']}")
@@ -151,13 +157,18 @@ class TritonPythonModel:
     def _watch(self) -> None:
         """Tell the engine's process of requests that were cancelled; end with the server."""
         told: set[int] = set()
+        last = -1
         while not self._closing:
             time.sleep(POLL)
             if os.getppid() != self._server:  # it was killed: nobody will call finalize
                 os._exit(1)
             running = set(list(self._senders))
             told &= running
-            for number in running - told:
+            # In turn, some at a time: each question goes to the server and back.
+            left = sorted(running - told)
+            after = [number for number in left if number > last]
+            for number in (after + left)[: min(ASKED, len(left))]:
+                last = number
                 with self._lock:  # the server falls when a sender is asked after its final response
                     sender = self._senders.get(number)
                     cancelled = sender is not None and sender.is_cancelled()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from trtllm_shadowkv.config import RuntimeConfig
 from trtllm_shadowkv.engine_directory import EngineDirectory
 from trtllm_shadowkv.errors import ConfigError, EngineError
 
@@ -45,7 +47,8 @@ def write_repository(
         EngineError: no engine, or a folder of something else in the way.
         ConfigError: a name that Triton does not take, an unknown setting, no such interpreter or environment.
     """
-    from trtllm_shadowkv.triton.settings import check_settings
+    from trtllm_shadowkv.llm_settings import merged_settings
+    from trtllm_shadowkv.triton.settings import OF_LLM, check_settings
 
     if not _NAME.fullmatch(model_name):
         raise ConfigError(f"the model's name is {model_name!r}", "letters, digits, '_', '-' and '.'")
@@ -55,6 +58,14 @@ def write_repository(
     engine = EngineDirectory.open(engine_dir)
     content = {"engine_dir": str(engine.path.resolve()), **(settings or {})}
     check_settings(content, "settings")
+    for_llm = {name: value for name, value in content.items() if name not in OF_LLM}
+    merged_settings(engine, RuntimeConfig(), for_llm)
+    if content.get("executor") not in (None, "onnx_cpu", "tensorrt"):
+        raise ConfigError(f"executor is {content['executor']!r}", "onnx_cpu or tensorrt")
+    if Path(output_dir).resolve() == engine.path.resolve():
+        raise ConfigError(f"{output_dir} is the engine's directory", "a directory for the repository")
+    if python != sys.executable:
+        _check(python, "trtllm_shadowkv")
     model = Path(output_dir) / model_name
     if not _WORD.fullmatch(os.path.abspath(model)):
         raise ConfigError(
@@ -66,6 +77,7 @@ def write_repository(
     if venv is not None:
         if not (Path(venv) / "bin/python3").exists():
             raise ConfigError(f"{venv} is no virtual environment", "a folder with bin/python3")
+        _check(Path(venv) / "bin/python3", "numpy")
         path = _pbtxt(os.path.abspath(venv))
         config += f'parameters: {{ key: "EXECUTION_ENV_PATH" value: {{ string_value: {path} }} }}\n'
     try:
@@ -78,6 +90,17 @@ def write_repository(
     except OSError as e:
         raise EngineError(f"{model} cannot be written: {e}") from e
     return model
+
+
+def _check(python: str | Path, package: str) -> None:
+    """Raise :class:`ConfigError` unless an interpreter can import a package."""
+    try:
+        done = subprocess.run([python, "-c", f"import {package}"], capture_output=True, text=True, timeout=120)
+        reason = "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    except (OSError, subprocess.TimeoutExpired) as e:
+        reason = str(e)
+    if reason:
+        raise ConfigError(f"{python} cannot import {package}: {reason}", f"an interpreter with {package}")
 
 
 def _replaceable(model: Path) -> bool:

@@ -116,7 +116,15 @@ def asked(inputs: Inputs, max_seq_len: int) -> Asked:
     if end_id is not None:  # in the place of the model's own; -1: none at all
         settings["ignore_eos"] = True
         stop_ids += [end_id] if end_id != -1 else []
-    sampling = SamplingParams(**settings, stop_token_ids=stop_ids)
+    if end_id is not None and end_id < -1:
+        raise RequestError(f"end_id is {end_id}", "a token id, or -1 for none")
+    try:
+        sampling = SamplingParams(**settings, stop_token_ids=stop_ids)
+    except RequestError as e:  # it names its own fields
+        for name, field in {**_SAMPLING, **_STRINGS}.items():
+            if name in inputs and str(e).startswith(f"{field} "):
+                raise RequestError(name + str(e).removeprefix(field)) from None
+        raise
     if sampling.max_tokens > max_seq_len:
         raise RequestError(f"max_tokens is {sampling.max_tokens}", f"at most the engine's max_seq_len, {max_seq_len}")
     return Asked(

@@ -8,7 +8,8 @@ from typing import Any
 from trtllm_shadowkv.config import RuntimeConfig, ShadowKVConfig, read_yaml
 from trtllm_shadowkv.errors import ConfigError, nearest
 
-_OF_LLM = ("engine_dir", "tokenizer", "executor")
+OF_LLM = ("engine_dir", "tokenizer", "executor")
+"""Those that are no fields of RuntimeConfig or ShadowKVConfig."""
 
 
 def load_settings(path: Path, parameters: dict[str, str]) -> tuple[str, dict[str, Any]]:
@@ -38,7 +39,7 @@ def load_settings(path: Path, parameters: dict[str, str]) -> tuple[str, dict[str
 
 def check_settings(settings: dict[str, Any], where: str) -> None:
     """Raise :class:`ConfigError` for a setting that does not exist, and without an engine_dir."""
-    known = (*_OF_LLM, *(n for n in RuntimeConfig.names() if n != "shadowkv"), *ShadowKVConfig.names())
+    known = (*OF_LLM, *(n for n in RuntimeConfig.names() if n != "shadowkv"), *ShadowKVConfig.names())
     for name in settings:
         if name not in known:
             raise ConfigError(
@@ -53,7 +54,7 @@ def _value(name: str, text: str) -> Any:
     """A parameter's text as YAML would read it; paths and names stay as they are."""
     import yaml
 
-    if name in _OF_LLM:
+    if name in OF_LLM:
         return text or None
     try:
         return yaml.safe_load(text)

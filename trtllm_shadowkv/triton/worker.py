@@ -127,12 +127,10 @@ class Server:
             check_parameters(parameters)
             what = asked(inputs, self._llm.engine.max_seq_len)
             loop = asyncio.get_running_loop()
-            handle = await loop.run_in_executor(
-                self._pool, self._llm.prepare, what.prompt, what.sampling, what.attention
-            )
+            handle = await loop.run_in_executor(self._pool, self._prepare, request, what)
             code = "UNAVAILABLE"  # from here on only a full queue refuses it
             request.handle = handle
-            if not request.cancelled:
+            if handle is not None and not request.cancelled:
                 self._llm.submit(handle)
                 reason = await self._pass_on(number, handle, what)
             if reason == "cancelled":
@@ -153,6 +151,10 @@ class Server:
             self._tell(op="error", number=number, code=code, text=text)
         self._reasons["error" if text and code != "CANCELLED" else reason] += 1
 
+    def _prepare(self, request: _Request, what: Asked) -> RequestHandle | None:
+        """On a thread of the pool, which may have got to it after it was cancelled."""
+        return None if request.cancelled else self._llm.prepare(what.prompt, what.sampling, what.attention)
+
     def _stop(self, number: int) -> None:
         """End the other requests with this one's id."""
         request_id = self._requests[number].request_id
@@ -160,7 +162,7 @@ class Server:
             raise RequestError("stop without a request id", "the id of the request to end")
         others = [r for n, r in self._requests.items() if n != number and r.request_id == request_id]
         if not others:
-            raise RequestError(f"no request {request_id!r} is running", "the id of one that is")
+            raise RequestError(f"no request {request_id[:64]!r} is running", "the id of one that is")
         for other in others:
             other.cancel()
         self._tell(
@@ -297,18 +299,24 @@ def _end_with(server: int, model: int) -> None:
     while process_key(server) == key:
         time.sleep(1)
     time.sleep(2)  # most often it ends by itself
-    if os.getppid() == model:
+    if os.getppid() == model and Path(f"/proc/{model}/comm").read_text().startswith("triton_python"):
         os.kill(model, signal.SIGKILL)
 
 
-def main() -> None:
-    """Open the engine, show that it works, and serve until the other side is gone."""
-    folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
+def serve_model(folder: Path, given: dict[str, Any]) -> None:
+    """Open the engine, show that it works, and serve until the other side is gone.
+
+    Args:
+        folder: the model's, with model.yaml.
+        given: what model.py says when it starts this process.
+
+    Raises:
+        SystemExit: 1, after a message that says why: the engine does not work.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes the socket
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("trtllm_shadowkv").setLevel(logging.INFO)
     connection = socket.socket(fileno=given["socket"])
-    threading.Thread(target=_end_with, args=(given["server"], os.getppid()), daemon=True).start()
     try:
         memory = SharedMemoryRecord(given["server"], given["shared_memory"])
         if given.get("protocol") != PROTOCOL:
@@ -326,6 +334,12 @@ def main() -> None:
             memory.forget()
     finally:
         memory.sweep()
+
+
+def main() -> None:
+    given = json.loads(sys.argv[2])
+    threading.Thread(target=_end_with, args=(given["server"], os.getppid()), daemon=True).start()
+    serve_model(Path(sys.argv[1]), given)
 
 
 if __name__ == "__main__":
