@@ -141,18 +141,28 @@ class TritonPythonModel:
         try:
             for line in self._lines:
                 message = json.loads(line)
-                if message["op"] == "response":
-                    self._respond(message)
-                elif message["op"] == "error":
-                    self._finish(message["number"], message["code"], message["text"])
-                elif message["op"] == "metrics":
-                    self._measure(message["values"])
-                elif message["op"] == "dead":
+                if message["op"] == "dead":
                     reason = message["reason"]
+                else:
+                    self._handle(message)
         except Exception as e:  # requests must not be left waiting
             reason = f"{type(e).__name__}: {e}"
         if not self._closing:
             self._engine_died(reason)
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        """Pass a message on to the server; what it will not take ends that request and no other."""
+        try:
+            if message["op"] == "response":
+                self._respond(message)
+            elif message["op"] == "error":
+                self._finish(message["number"], message["code"], message["text"])
+            elif message["op"] == "metrics":
+                self._measure(message["values"])
+        except Exception as e:
+            pb.Logger.log_error(f"{self._name}: {message['op']}: {type(e).__name__}: {e}")
+            if "number" in message:
+                self._tell(op="cancel", number=message["number"])
 
     def _watch(self) -> None:
         """Tell the engine's process of requests that were cancelled; end with the server."""

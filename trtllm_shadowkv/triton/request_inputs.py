@@ -81,7 +81,7 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
     """
     for name in parameters:
         if name not in _PARAMETERS:
-            raise RequestError(f"unknown input {name!r}{nearest(name[:64], NAMES)}", f"one of {', '.join(NAMES)}")
+            raise RequestError(f"unknown input {name[:64]!r}{nearest(name[:64], NAMES)}", f"one of {', '.join(NAMES)}")
 
 
 def asked(inputs: Inputs, max_seq_len: int) -> Asked:
