@@ -160,7 +160,7 @@ class TritonServer:
 
     def start(self, *models: str, limit: float = 2 * LIMIT) -> Self:
         """Start it and wait until the models are ready; without any, until it is live."""
-        http_port, grpc_port, metrics_port = _free_ports(3)
+        http_port, grpc_port, metrics_port = free_ports(3)
         self.http, self.grpc = f"127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}"
         self._metrics = f"127.0.0.1:{metrics_port}"
         for folder in ("backends", "tmp"):
@@ -273,8 +273,7 @@ class TritonServer:
 
     def segments(self) -> list[str]:
         """Its files in shared memory."""
-        prefix = next(a.partition("prefix-name=")[2] for a in self._command if "prefix-name=" in a)
-        return sorted(path.name for path in Path("/dev/shm").glob(f"{prefix}*"))
+        return segments(self._command)
 
     # --- HTTP -------------------------------------------------------------------------------------------------------
 
@@ -467,7 +466,13 @@ def _error(text: str) -> str:
         return f"no JSON with an error: {text}"
 
 
-def _free_ports(count: int) -> list[int]:
+def segments(command: Sequence[str]) -> list[str]:
+    """Files in shared memory of the server that a command started."""
+    prefix = next(a.partition("prefix-name=")[2] for a in command if "prefix-name=" in a)
+    return sorted(path.name for path in Path("/dev/shm").glob(f"{prefix}*"))
+
+
+def free_ports(count: int) -> list[int]:
     """Below those that the system gives to clients, so that none of them takes one in between."""
     held: list[socket.socket] = []
     try:

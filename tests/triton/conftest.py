@@ -1,4 +1,7 @@
-"""One Triton server a session, with an engine of SmolLM2 as ``shadowkv`` and a tiny one as ``tiny``."""
+"""One Triton server a session, with an engine of SmolLM2 as ``shadowkv`` and a tiny one as ``tiny``.
+
+Beside it a worker without a server: ``client``, whose engine is ``llm``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 
 from tests.conftest import Built
 from tests.tiny_llm import NAN_TOKEN, build_tiny_llm
+from tests.triton.worker_client import NAN, Client, talk
 from tests.triton_server import TritonServer, server_environment, wait_for
 from trtllm_shadowkv import LLM
 from trtllm_shadowkv.triton.repository import write_repository
@@ -76,3 +80,20 @@ def idle(server: TritonServer, model: str) -> bool:
     values = server.metrics(model)
     names = ("requests_waiting", "requests_running", "device_memory_used_bytes", "host_memory_used_bytes")
     return not any(values[f"shadowkv_{name}"] for name in names)
+
+
+@pytest.fixture(scope="session")
+def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_tiny_llm(tmp_path_factory.mktemp("worker"), ord(NAN))
+
+
+@pytest.fixture(scope="session")
+def llm(engine_dir: Path) -> Iterator[LLM]:
+    with LLM(engine_dir, threads=1) as llm:
+        yield llm
+
+
+@pytest.fixture
+def client(llm: LLM) -> Iterator[Client]:
+    with talk(llm) as client:
+        yield client

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_llm import prompt
-from tests.triton_server import LIMIT, TritonServer, wait_for
+from tests.triton_server import LIMIT, TritonServer, free_ports, segments, wait_for
 from trtllm_shadowkv import LLM, SamplingParams
 from trtllm_shadowkv.triton.repository import write_repository
 
@@ -70,14 +69,11 @@ def test_serve(triton_venv: Path, tiny_engine: Path, tiny_llm: LLM, tmp_path: Pa
     """From a repository to an answer, and an interrupt that leaves nothing."""
     repository = tmp_path / "models"
     write_repository(tiny_engine, repository, model_name="tiny", settings={"threads": 1})
-    ports = []
-    with contextlib.ExitStack() as held:
-        for _ in range(3):
-            ports.append(held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1])
-        options = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)]
+    ports = free_ports(3)
+    options = [f"--{name}-port={port}" for name, port in zip(("http", "grpc", "metrics"), ports, strict=True)]
+    with socket.create_server(("127.0.0.1", ports[0])):
         done = run("serve", repository, "--venv", triton_venv, *options, status=1)
         assert f"127.0.0.1:{ports[0]} cannot be listened on" in done.stderr
-    before = {path.name for path in Path("/dev/shm").iterdir()}
     log = (tmp_path / "log").open("w+")
     command = [sys.executable, EXAMPLES / "serve.py", repository, "--venv", triton_venv, *options]
     # Not this environment's: whoever starts a server need not have it activated.
@@ -91,12 +87,15 @@ def test_serve(triton_venv: Path, tiny_engine: Path, tiny_llm: LLM, tmp_path: Pa
             answer = json.loads(connection.getresponse().read())
         expected = tiny_llm.generate(prompt(20), SamplingParams(max_tokens=5))
         assert answer["text_output"] == expected.text  # type: ignore[union-attr]
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        started = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+        assert segments(started)
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT) == 0
+        assert segments(started) == []
     finally:
         process.kill()
         log.close()
-    assert {path.name for path in Path("/dev/shm").iterdir()} - before == set()
 
 
 def ready(port: int) -> bool:

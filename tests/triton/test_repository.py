@@ -215,7 +215,7 @@ def test_the_rest_of_the_configuration_is_as_it_was(engine: Path, tmp_path: Path
         ({"threads": -3}, "runtime.threads is -3"),
         ({"max_batch_size": 99}, "max_batch_size is 99; expected at most"),
         ({"max_queue": 0}, "runtime.max_queue is 0"),
-        ({"executor": "cuda"}, "executor is 'cuda'; expected onnx_cpu or tensorrt"),
+        ({"executor": "cuda"}, "executor is 'cuda'; expected 'onnx_cpu' or 'tensorrt'"),
         ({"value_dtype": "int4"}, "value_dtype is 'int4'"),
         ({"top_k": 5}, "fixed when an engine is built"),
     ],
@@ -223,6 +223,12 @@ def test_the_rest_of_the_configuration_is_as_it_was(engine: Path, tmp_path: Path
 def test_settings_that_would_not_load(engine: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         write_repository(engine, tmp_path / "repo", settings=settings)
+    assert not (tmp_path / "repo").exists()
+
+
+def test_an_executor_that_the_engine_is_not_built_for(engine: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"has no rank0\.engine; .*--backend tensorrt"):
+        write_repository(engine, tmp_path / "repo", settings={"executor": "tensorrt"})
     assert not (tmp_path / "repo").exists()
 
 

@@ -53,10 +53,12 @@ class TritonPythonModel:
         self._start(parameters.pop("python", "python3"), folder, parameters)
         self._metrics: dict[str, Any] = {}
         self._counted: dict[str, float] = {}
+        ready = self._first_message()
         self._families = {
             name: pb.MetricFamily(name=name, description=text, kind=getattr(pb.MetricFamily, kind))
-            for name, kind, text in self._first_message()["metrics"]
+            for name, kind, text in ready["metrics"]
         }
+        self._measure(ready["values"])
         for target in (self._read, self._watch):
             threading.Thread(target=target, daemon=True).start()
 

@@ -44,10 +44,11 @@ def write_repository(
         The model's folder.
 
     Raises:
-        EngineError: no engine, or a folder of something else in the way.
+        EngineError: no engine, none for the executor, or a folder of something else in the way.
         ConfigError: a name that Triton does not take, an unknown setting, no such interpreter or environment.
     """
     from trtllm_shadowkv.llm_settings import merged_settings
+    from trtllm_shadowkv.runtime.executors.opening import chosen
     from trtllm_shadowkv.triton.settings import OF_LLM, check_settings
 
     if not _NAME.fullmatch(model_name):
@@ -60,8 +61,7 @@ def write_repository(
     check_settings(content, "settings")
     for_llm = {name: value for name, value in content.items() if name not in OF_LLM}
     merged_settings(engine, RuntimeConfig(), for_llm)
-    if content.get("executor") not in (None, "onnx_cpu", "tensorrt"):
-        raise ConfigError(f"executor is {content['executor']!r}", "onnx_cpu or tensorrt")
+    chosen(content.get("executor"), engine)
     if Path(output_dir).resolve() == engine.path.resolve():
         raise ConfigError(f"{output_dir} is the engine's directory", "a directory for the repository")
     if python != sys.executable:

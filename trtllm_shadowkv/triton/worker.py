@@ -48,8 +48,11 @@ METRICS = (
     ("shadowkv_bytes_fetched_total", "COUNTER", "Bytes of values copied from host memory."),
 )
 """Name, kind and description of each; all have the label ``model``."""
+_REASONS = ("stop", "length", "cancelled", "error")
+"""Label of shadowkv_requests_total."""
+_TOTALS = ("prompt_tokens", "generated_tokens", "sealed_tokens", "chunks_hit", "chunks_missed", "bytes_fetched")
 _INTERVAL = 0.1
-"""Seconds between two measurements."""
+"""Seconds between two measurements while no request ends."""
 _TOKENIZING = 4
 """Threads that check requests, so that a long text does not hold up the others."""
 _PROBE = 8
@@ -78,14 +81,14 @@ class Server:
         self._requests: dict[int, _Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._pool = ThreadPoolExecutor(_TOKENIZING, "requests")
-        self._reasons: Counter[str] = Counter()
-        self._totals: Counter[str] = Counter()
+        self._reasons = Counter(dict.fromkeys(_REASONS, 0))  # counters begin at 0, or their first increase is not seen
+        self._totals = Counter(dict.fromkeys(_TOTALS, 0))
         self._measured: list[Any] = []
         self._probe: asyncio.Task[None] | None = None
 
     async def serve(self) -> bool:
         """Answer until the other side closes, and say whether it said so or is just gone."""
-        self._tell(op="ready", metrics=METRICS)
+        self._tell(op="ready", metrics=METRICS, values=self._changed())
         self._keep(self._measure())
         while line := await self._line():
             message = json.loads(line)
@@ -148,8 +151,8 @@ class Server:
         finally:
             del self._requests[number]
         if text:
+            self._ended(reason if code == "CANCELLED" else "error")
             self._tell(op="error", number=number, code=code, text=text)
-        self._reasons["error" if text and code != "CANCELLED" else reason] += 1
 
     def _prepare(self, request: _Request, what: Asked) -> RequestHandle | None:
         """On a thread of the pool, which may have got to it after it was cancelled."""
@@ -200,6 +203,7 @@ class Server:
             outputs["output_ids"] = tokens
         if last is not None:
             outputs |= _summary(*last)
+            self._ended(last[0].outputs[0].finish_reason)
         self._tell(op="response", number=number, last=last is not None, outputs=outputs)
 
     def _count(self, handle: RequestHandle) -> None:
@@ -212,15 +216,22 @@ class Server:
             self._totals["chunks_missed"] += row.misses
             self._totals["bytes_fetched"] += row.bytes_fetched
 
+    def _ended(self, reason: str) -> None:
+        """To be called before a request's last message: whoever has that finds the request in the metrics."""
+        self._reasons[reason] += 1
+        self._tell(op="metrics", values=self._changed())
+
     async def _measure(self) -> None:
-        """Send what changed."""
         while True:
-            values = self._values()
-            changed = [value for value in values if value not in self._measured]
-            if changed:
-                self._measured = values
-                self._tell(op="metrics", values=changed)
             await asyncio.sleep(_INTERVAL)
+            if changed := self._changed():
+                self._tell(op="metrics", values=changed)
+
+    def _changed(self) -> list[Any]:
+        """Metrics that changed since the last call."""
+        values, before = self._values(), self._measured
+        self._measured = values
+        return [value for value in values if value not in before]
 
     def _values(self) -> list[tuple[str, dict[str, str], float]]:
         usage, totals = self._llm.usage(), self._totals
