@@ -36,7 +36,7 @@ def build_tiny_llm(parent: Path, nan_token: int = NAN_TOKEN) -> Path:
 
 def assert_drained(llm: LLM) -> None:
     scheduler = llm._scheduler
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while scheduler.busy and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not scheduler.busy
@@ -71,7 +71,7 @@ def one(llm: LLM, prompt: Any, *args: Any, **kwargs: Any) -> RequestOutput:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline, f"waited too long until {what}"
         time.sleep(0.0005)

@@ -28,7 +28,7 @@ from examples.triton.serve import remove_shared_memory, server_command
 from trtllm_shadowkv import LLM, AttentionParams, RequestOutput, SamplingParams
 from trtllm_shadowkv.request import CompletionOutput
 
-LIMIT = 60.0
+LIMIT = 180.0
 """Seconds that anything may take."""
 LISTS = ("output_ids", "output_log_probs")
 """Outputs of any number of elements; the others have one."""

@@ -419,7 +419,7 @@ HANGING = """if True:
 """
 
 
-def wait_for(condition: Any, seconds: float = 60) -> None:
+def wait_for(condition: Any, seconds: float = 180) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -444,8 +444,8 @@ def test_the_compiling_process_ends_with_ours(
     assert alive(pid)
     os.kill(pid, signal.SIGINT)  # a terminal's Ctrl-C reaches both; the child leaves it to us
     process.send_signal(how)
-    _, errors = process.communicate(timeout=30)
-    wait_for(lambda: not alive(pid), 5)
+    _, errors = process.communicate(timeout=180)
+    wait_for(lambda: not alive(pid), 60)
     assert process.returncode != 0
     if how == signal.SIGINT:
         assert "KeyboardInterrupt" in errors

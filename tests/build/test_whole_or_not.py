@@ -59,7 +59,7 @@ KILLED = """if True:
 def killed(run_python: Any, where: str, count: int, call: str, *arguments: object) -> bool:
     """Whether the process got as far as being killed."""
     process = run_python(KILLED, *where.rsplit(".", 1), count, call, *arguments)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     assert process.returncode in (0, -signal.SIGKILL), errors
     return bool(process.returncode)
 
@@ -264,7 +264,7 @@ def test_a_second_build_into_the_same_place_is_told_so(
     build_engine(tiny_model, tmp_path / "other", SMALL)
     for _ in range(100):
         process.stdin.write("go on\n")
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=180)
     assert output.endswith("built\n"), errors
     assert verify_engine(tmp_path / "engine").build.max_batch_size == 32
     with pytest.raises(EngineError, match="another process is writing"), whole_directory(tmp_path / "engine", 0):

@@ -75,7 +75,7 @@ def test_base_installation_is_enough(tmp_path: Path, arguments: str) -> None:
         env={"PYTHONPATH": base_installation(tmp_path), "PATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -116,6 +116,6 @@ def test_an_interrupt_ends_it_without_a_traceback(cli_engine: Path, command: str
         assert process.poll() is None
         typed.write(b"\n")
         typed.flush()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     assert b"Traceback" not in errors
     assert process.returncode == (0 if command == "chat" else 128 + signal.SIGINT), errors

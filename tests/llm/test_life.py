@@ -45,7 +45,7 @@ def test_closing_from_another_thread_ends_a_waiting_generate(engine_dir: Path) -
         future = pool.submit(batch, llm, [prompt(5)] * 6, params(3000))
         wait_until(lambda: llm._scheduler.busy, "it runs")
         llm.close()
-        assert {o.outputs[0].finish_reason for o in future.result(timeout=60)} == {"cancelled"}
+        assert {o.outputs[0].finish_reason for o in future.result(timeout=180)} == {"cancelled"}
 
 
 def test_a_forgotten_llm_ends_its_thread(engine_dir: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_forgotten_llm_ends_its_thread(engine_dir: Path) -> None:
     del handle
     gc.collect()
     assert gone() is None
-    thread.join(timeout=60)
+    thread.join(timeout=180)
     assert not thread.is_alive()
 
 
@@ -114,7 +114,7 @@ def bare_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("what", ["busy", "exit in a thread"])
 def test_a_program_that_forgets_to_close_ends_by_itself(bare_dir: Path, what: str) -> None:
     command = [sys.executable, "-c", PROGRAM, str(bare_dir), what, "5000"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines()[-1] == "end"
     forked = "StateError the LLM is closed, or was opened by the parent process"
@@ -128,6 +128,6 @@ def test_an_interrupt_aborts_generate_and_leaves_the_llm_usable(bare_dir: Path) 
     process.stdout.readline()
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=180)
     assert (process.returncode, errors) == (0, "")
     assert output.splitlines() == ["interrupted 0 0 0", "end"]

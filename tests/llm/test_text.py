@@ -101,7 +101,7 @@ def test_a_tokenizer_that_fails_ends_one_request_and_no_other(engine_dir: Path) 
         broken.broken = True
         for handle in handles:
             with pytest.raises(GenerationError, match="no such token"):
-                handle.result(timeout=60)
+                handle.result(timeout=180)
         assert_drained(llm)
         broken.broken = False
         handle = llm.generate_async(prompt(5), params(2000))
@@ -109,7 +109,7 @@ def test_a_tokenizer_that_fails_ends_one_request_and_no_other(engine_dir: Path) 
         broken.broken = True
         handle.abort()  # its held-back text is asked for once more
         with pytest.raises(GenerationError, match="no such token"):
-            handle.result(timeout=60)
+            handle.result(timeout=180)
         assert_drained(llm)
         broken.broken = False
         assert len(ids(one(llm, prompt(5), params(3)))) == 3

@@ -81,10 +81,10 @@ def test_fifty_cancellations_under_load(server: TritonServer, tiny_llm: LLM) -> 
         try:
             victims = [clients.submit(cancel, server, seed, pieces) for cancel, seed, pieces in cases]
             for one in victims:
-                one.result(120)
+                one.result(180)
         finally:
             over.set()
-        assert all(one.result(60) > 1 for one in running)
+        assert all(one.result(180) > 1 for one in running)
 
     wait_for(lambda: idle(server, "tiny"), "all is given back")
     wait_for(lambda: server.metrics("tiny")["nv_inference_pending_request_count"] == 0, "the server knows it")

@@ -90,7 +90,7 @@ def test_a_failing_engine_and_one_that_dies(
                     list(stream)
                 stream.close()
             with pytest.raises(RequestFailed, match="the engine is gone"):
-                http.result(60)
+                http.result(180)
         wait_for(lambda: not server.ready("tiny"), "the model is not ready")
         with pytest.raises(RequestFailed):
             ask(server, "tiny", SHORT)

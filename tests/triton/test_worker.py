@@ -197,7 +197,7 @@ def test_after_a_failure_the_engine_is_tried(client: Client, monkeypatch: pytest
     monkeypatch.setattr(worker, "probe", fails)
     monkeypatch.setattr(os, "_exit", exits.append)
     assert client.error(client.submit(inputs(NAN)))[0] == "INTERNAL"
-    assert tried.wait(60)
+    assert tried.wait(180)
     if dead:
         client.wait(lambda: client.messages[-1] == {"op": "dead", "reason": "the GPU fell off"}, "it says so")
         wait_until(lambda: exits == [1], "it ends")

@@ -54,7 +54,7 @@ def test_a_cancel_that_comes_too_late_changes_nothing(client: Client, monkeypatc
     """It ended by itself, but nobody was told yet: still one last message, its answer."""
 
     def late(handle: RequestHandle) -> None:
-        handle.result(60)
+        handle.result(180)
 
     monkeypatch.setattr(RequestHandle, "abort", late)
     number = client.submit(inputs("a", 60, stream=[True]))

@@ -65,7 +65,7 @@ def test_the_process_answers_and_ends(llm: LLM, engine_dir: Path, segment: Path,
         text=True,
     )
     theirs.close()
-    ours.settimeout(60)
+    ours.settimeout(180)
     try:
         lines = ours.makefile("r")
         assert json.loads(lines.readline())["op"] == "ready"
@@ -78,7 +78,7 @@ def test_the_process_answers_and_ends(llm: LLM, engine_dir: Path, segment: Path,
         assert (answer["op"], answer["number"], answer["last"]) == ("response", 3, True)
         assert answer["outputs"]["text_output"] == [alone(llm, "Hello").text]
         ours.sendall(b'{"op": "close"}\n')
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=180)
     finally:
         process.kill()
         process.wait()
@@ -115,7 +115,7 @@ def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         except SystemExit as end:
             code = int(end.code or 0)
         if thread is not None:
-            thread.join(60)
+            thread.join(180)
             assert not thread.is_alive()
             return code, []
         with ours:

@@ -84,7 +84,7 @@ class Client:
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, 60), f"waited too long until {what}"
+            assert self._changed.wait_for(condition, 180), f"waited too long until {what}"
 
     def send(self, *messages: Message) -> None:
         self.socket.sendall(b"".join(json.dumps(message).encode() + b"\n" for message in messages))
@@ -135,9 +135,9 @@ class Client:
 
     def end(self) -> bool:
         """What serve() returned; the socket was closed, or `close` was sent."""
-        result = self.ended.result(60)
+        result = self.ended.result(180)
         for thread in self._threads:
-            thread.join(60)
+            thread.join(180)
             assert not thread.is_alive()
         self.socket.close()
         return result

@@ -16,7 +16,7 @@ ORDERS = ({}, {"TSK_EMULATED_ORDER": "reverse"}, {"TSK_EMULATED_ORDER": "random3
 
 def run(selftest: Path, case: str, how: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [selftest, case], env={**os.environ, **(how or {})}, capture_output=True, text=True, timeout=60
+        [selftest, case], env={**os.environ, **(how or {})}, capture_output=True, text=True, timeout=180
     )
 
 
