@@ -1,4 +1,4 @@
-"""A real Triton server for tests, and clients for it: HTTP from the standard library, gRPC from tritonclient.
+"""A real Triton server for tests, and HTTP to it.
 
 Also for tests elsewhere that bring an engine of their own: write_repository, then TritonServer. Every wait has a limit.
 """
@@ -10,39 +10,24 @@ import http.client
 import importlib.util
 import json
 import os
-import queue
 import random
 import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Self
+from typing import IO, Any, Self
 
 from examples.triton.serve import remove_shared_memory, server_command
-from trtllm_shadowkv import LLM, AttentionParams, RequestOutput, SamplingParams
-from trtllm_shadowkv.request import CompletionOutput
+from tests.triton_grpc import LIMIT, GrpcStream, RequestFailed, listed
 
-LIMIT = 180.0
-"""Seconds that anything may take."""
-LISTS = ("output_ids", "output_log_probs")
-"""Outputs of any number of elements; the others have one."""
 _ROOT = Path(__file__).parents[1]
 _SAMPLE = re.compile(r"(\w+)\{([^}]*)\} (\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-
-class RequestFailed(Exception):
-    """What the server answered in place of a response; status: of HTTP, 200 within a stream, None over gRPC."""
-
-    def __init__(self, text: str, status: int | None = None) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 def server_environment() -> Path:
@@ -67,72 +52,6 @@ def wait_for(condition: Callable[[], Any], what: str, limit: float = LIMIT) -> A
         assert time.monotonic() < deadline, f"waited {limit:g} s until {what}"
         time.sleep(0.01)
     return found
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A request in words that Triton and LLM share; settings: inputs of one, keywords of SamplingParams of the other.
-
-    ``stop``, ``mode`` (of attention) and ``chunks`` (its top_k) have other names in one of the two.
-    """
-
-    prompt: str | list[int]
-    settings: Mapping[str, Any]
-    stop: Sequence[str] = ()
-    mode: Literal["shadowkv", "dense"] | None = None
-    chunks: int | None = None
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """For Triton."""
-        inputs = {"text_input" if isinstance(self.prompt, str) else "input_ids": self.prompt, **self.settings}
-        others = {"stop_words": list(self.stop) or None, "attention_mode": self.mode, "attention_top_k": self.chunks}
-        return inputs | {name: value for name, value in others.items() if value is not None}
-
-    def alone(self, llm: LLM) -> CompletionOutput:
-        """What LLM answers in this process when it does nothing else."""
-        params = SamplingParams(stop=list(self.stop), **self.settings)
-        output = llm.generate(self.prompt, params, attention=AttentionParams(self.mode, self.chunks))
-        assert isinstance(output, RequestOutput)
-        return output.outputs[0]
-
-
-@dataclass(frozen=True)
-class Got:
-    """What came for a request; last: the last response, which has the figures; pieces: their texts."""
-
-    text: str
-    ids: list[int]
-    last: dict[str, Any]
-    pieces: list[str]
-
-
-WAYS = ("generate", "generate_stream", "gRPC", "gRPC stream")
-
-
-def ask(server: TritonServer, model: str, request: Ask, way: str = "generate", **more: Any) -> Got:
-    """Send a request in one of ``WAYS``; more: inputs that LLM has no equal of."""
-    inputs = {**request.inputs, **more}
-    if way == "generate":
-        responses = [server.generate(model, **inputs)]
-    elif way == "generate_stream":
-        responses = list(server.generate_stream(model, stream=True, **inputs))
-    else:
-        with server.grpc_stream(model, stream=way == "gRPC stream", **inputs) as stream:
-            responses = list(stream)
-    return got(responses)
-
-
-def got(responses: list[dict[str, Any]]) -> Got:
-    """Put the responses to a request together; see that they fit each other."""
-    count = 0
-    for response in responses:
-        count += len(response.get("output_ids", []))
-        assert response["sequence_length"] == count
-        assert ("finish_reason" in response) == (response is responses[-1])
-    pieces = [response["text_output"] for response in responses]
-    ids = [token for response in responses for token in response.get("output_ids", [])]
-    return Got("".join(pieces), ids, responses[-1], pieces)
 
 
 class TritonServer:
@@ -308,7 +227,7 @@ class TritonServer:
         status, text = self.call("POST", f"/v2/models/{model}/generate", inputs if body is None else body)
         if status != http.HTTPStatus.OK:
             raise RequestFailed(_error(text), status)
-        return _listed(json.loads(text))
+        return listed(json.loads(text))
 
     def generate_stream(self, model: str, **inputs: Any) -> Iterator[dict[str, Any]]:
         """Responses as they come; closing the generator closes the connection.
@@ -327,7 +246,7 @@ class TritonServer:
                     event = json.loads(text)
                     if "error" in event:
                         raise RequestFailed(event["error"], response.status)
-                    yield _listed(event)
+                    yield listed(event)
 
     def metrics(self, model: str) -> dict[str, float]:
         """Values by name, or by name:reason where there is a reason."""
@@ -347,116 +266,6 @@ class TritonServer:
         stream = GrpcStream(self.grpc, model)
         stream.send(*tensors, request_id=request_id, **inputs)
         return stream
-
-
-class GrpcStream:
-    """One stream of gRPC: iterate over the responses to a request. Closing it cancels what still runs."""
-
-    def __init__(self, address: str, model: str) -> None:
-        import tritonclient.grpc as triton
-
-        self._model = model
-        # By default clients of one process share their connections.
-        arguments = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
-        self._client = triton.InferenceServerClient(address, channel_args=arguments)
-        self._answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
-        self._running = 0
-        self._client.start_stream(callback=lambda result, error: self._answers.put((result, error)))
-
-    def send(self, *tensors: Any, request_id: str = "", **inputs: Any) -> None:
-        """Send a request: tensors as they are, and inputs as :func:`tensor` makes them."""
-        made = [*tensors, *(tensor(name, value) for name, value in inputs.items())]
-        self._client.async_stream_infer(self._model, made, request_id=request_id, enable_empty_final_response=True)
-        self._running += 1
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Responses up to the final one, each with the id of its request.
-
-        Raises:
-            RequestFailed: the server's message.
-        """
-        while True:
-            response = self.next()
-            final = response.pop("final")
-            if len(response) > 1:
-                yield response
-            if final:
-                return
-
-    def next(self, limit: float = LIMIT) -> dict[str, Any]:
-        """The next response of any request, with its ``id`` and whether it is the ``final`` one.
-
-        Raises:
-            RequestFailed: the server's message.
-            queue.Empty: none came in time.
-        """
-        result, error = self._answers.get(timeout=limit)
-        if error is not None:
-            self._running -= 1
-            raise RequestFailed(str(error)) from error
-        response = result.get_response()
-        values: dict[str, Any] = {"id": response.id}
-        for output in response.outputs:
-            array = result.as_numpy(output.name)
-            assert array.shape[0] == 1 and array.ndim == 2
-            values[output.name] = [v.decode() if isinstance(v, bytes) else v for v in array[0].tolist()]
-        final = response.parameters["triton_final_response"].bool_param
-        self._running -= final
-        return _listed(values) | {"final": final}
-
-    @property
-    def unread(self) -> int:
-        """Responses that have come already."""
-        return self._answers.qsize()
-
-    def close(self) -> None:
-        # Triton 2.51 never unloads a model whose stream is cancelled just after the final response.
-        self._client.stop_stream(cancel_requests=self._running > 0)
-        self._client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-TYPES: Mapping[str, str] = {
-    **dict.fromkeys(("text_input", "stop_words", "bad_words", "attention_mode"), "BYTES"),
-    **dict.fromkeys(("stream", "stop", "ignore_eos", "return_log_probs", "exclude_input_in_output"), "BOOL"),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), "FP32"),
-    **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), "FP32"),
-    **dict.fromkeys(("seed", "random_seed"), "UINT64"),
-}
-"""Of inputs; those that are missing here are INT32."""
-
-
-def tensor(name: str, value: Any, datatype: str | None = None, shape: Sequence[int] | None = None) -> Any:
-    """An input of shape [1, n], or of another shape or type."""
-    import numpy as np
-    import tritonclient.grpc as triton
-    from tritonclient.utils import triton_to_np_dtype
-
-    datatype = datatype or TYPES.get(name, "INT32")
-    values = value if isinstance(value, list) else [value]
-    if datatype == "BYTES":
-        values = [v.encode() if isinstance(v, str) else v for v in values]
-    array = np.array(values, dtype=triton_to_np_dtype(datatype)).reshape(shape or (1, len(values)))
-    made = triton.InferInput(name, list(array.shape), datatype)
-    made.set_data_from_numpy(array)
-    return made
-
-
-def _listed(response: dict[str, Any]) -> dict[str, Any]:
-    """JSON has a value in the place of a list of one."""
-    for name, value in response.items():
-        if name in LISTS and not isinstance(value, list):
-            response[name] = [value]
-        elif name not in LISTS and isinstance(value, list):
-            (response[name],) = value
-    return response
 
 
 def _error(text: str) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.conftest import Made
-from tests.triton_server import Ask, TritonServer, ask, server_environment, wait_for
+from tests.triton_requests import Ask, ask
+from tests.triton_server import TritonServer, server_environment, wait_for
 from trtllm_shadowkv import LLM
 from trtllm_shadowkv.triton.repository import write_repository
 

@@ -12,7 +12,9 @@ import pytest
 
 from tests.tiny_llm import prompt
 from tests.triton.conftest import exactly, idle
-from tests.triton_server import Ask, RequestFailed, TritonServer, ask, wait_for
+from tests.triton_grpc import RequestFailed
+from tests.triton_requests import Ask, ask
+from tests.triton_server import TritonServer, wait_for
 from trtllm_shadowkv import LLM
 
 CANCELLED = "the request was cancelled"

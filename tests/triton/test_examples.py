@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_llm import prompt
-from tests.triton_server import LIMIT, TritonServer, free_ports, segments, wait_for
+from tests.triton_grpc import LIMIT
+from tests.triton_server import TritonServer, free_ports, segments, wait_for
 from trtllm_shadowkv import LLM, SamplingParams
 from trtllm_shadowkv.triton.repository import write_repository
 

@@ -10,7 +10,8 @@ import pytest
 
 from tests.tiny_llm import prompt
 from tests.triton.conftest import exactly
-from tests.triton_server import WAYS, Ask, Got, TritonServer, ask, wait_for
+from tests.triton_requests import WAYS, Ask, Got, ask
+from tests.triton_server import TritonServer, wait_for
 from trtllm_shadowkv import LLM
 from trtllm_shadowkv.request import CompletionOutput
 

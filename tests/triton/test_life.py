@@ -14,7 +14,9 @@ import pytest
 import trtllm_shadowkv.triton
 from tests.tiny_llm import build_tiny_llm, prompt
 from tests.triton.conftest import exactly
-from tests.triton_server import Ask, RequestFailed, TritonServer, ask, got, wait_for
+from tests.triton_grpc import RequestFailed
+from tests.triton_requests import Ask, ask, got
+from tests.triton_server import TritonServer, wait_for
 from trtllm_shadowkv import LLM
 from trtllm_shadowkv.triton.repository import write_repository
 from trtllm_shadowkv.triton.settings import load_settings

@@ -9,7 +9,9 @@ import pytest
 
 from tests.tiny_llm import NAN_TOKEN, prompt
 from tests.triton.conftest import QUEUE, exactly
-from tests.triton_server import Ask, RequestFailed, TritonServer, ask, got, tensor, wait_for
+from tests.triton_grpc import RequestFailed, tensor
+from tests.triton_requests import Ask, ask, got
+from tests.triton_server import TritonServer, wait_for
 from trtllm_shadowkv import LLM
 
 LONG = Ask(

@@ -151,7 +151,7 @@ class Server:
         finally:
             del self._requests[number]
         if text:
-            self._ended(reason if code == "CANCELLED" else "error")
+            self._ended("cancelled" if code == "CANCELLED" else "error")
             self._tell(op="error", number=number, code=code, text=text)
 
     def _prepare(self, request: _Request, what: Asked) -> RequestHandle | None:
